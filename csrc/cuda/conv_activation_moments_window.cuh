@@ -1,0 +1,389 @@
+// The fused forward for small filters, stride 1 and few input channels, by mma.sync: moments of
+// a(conv3d(x, w, b)) for each piece of a sample; compute capability 8.0 and later.
+//
+// A warp works alone, on one output row of one sample and 16 output channels (a piece, see
+// conv_activation_moments_window_map.h). It sweeps the depth: the input rows of one plane are
+// staged in its own part of shared memory, one plane ahead, and add to T output planes at once,
+// whose accumulators roll: the first product of a plane writes output plane z's sum where T planes
+// of outputs are counted from this input plane and reads it where it stood for the last one, so
+// nothing is moved or reset. The bias is what the first product of all reads.
+//
+//   A  16 output channels x taps: the weights, in registers for the kernel's life
+//   B  taps x 8 outputs (a tile): lane % 4 stands for kw, the register for the row (channel, kh),
+//      lane / 4 for the output; so a lane's operand is one column of four rows, one load
+//   D  16 output channels x 8 outputs
+//
+// The tiles are worked on in two halves, and the activation and sums of a finished half are dealt
+// out between the products of the other, so that the tensor cores need not wait for them.
+//
+// float32 ("split"): x and w are scaled by powers of two, w per output channel, x so that the
+// planes met so far fit fp16 (the accumulators are rescaled when a much larger plane comes), and
+// split into two halves of 11 bits each. Three products are summed, the small ones first.
+//
+// Launch conv_window_kernel<Config> with Config::kThreads threads, Config::kSharedBytes of dynamic
+// shared memory and a grid of (blocks, ceil(K / 16)), any number of blocks (warps take pieces in
+// turn; kBlocksPerSm of them run at once on an SM), then merge_window_kernel with one thread for
+// each (sample, channel).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "activation.h"
+#include "cuda/common/activation.cuh"
+#include "cuda/common/moments.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/reduce.cuh"
+#include "cuda/conv_activation_moments_window_map.h"
+#include "cuda/conv_activation_moments_window_operands.cuh"
+
+namespace convnormpool {
+
+namespace window {
+
+// 2^e, infinite or rounded to zero where float ends.
+__device__ __forceinline__ float power_of_two_or_limit(int e) {
+  const int near = min(max(e, -126), 127);
+  return power_of_two(near) * power_of_two(min(max(e - near, -126), 127));
+}
+
+// Product number `product` of a unit (see Config::products).
+template <class Config>
+__device__ __forceinline__ void multiply(float (&d)[4], uint32_t (&a)[Config::kFragments][4],
+                                         const uint32_t (&b)[Config::kUnitRegisters], int product,
+                                         const float (&c)[4]) {
+  if constexpr (Config::kTf32) {
+    mma_m16n8k8_tf32(d, a[product], b[2 * product], b[2 * product + 1], c);
+  } else if constexpr (Config::kSplit) {
+    const int low = product == 1 ? 2 : 0;
+    mma_m16n8k16_f16(d, a[product == 0 ? 1 : 0], b[low], b[low + 1], c);
+  } else if constexpr (Config::kOperand == WindowOperand::kFloat16) {
+    mma_m16n8k16_f16(d, a[0], b[0], b[1], c);
+  } else {
+    mma_m16n8k16_bf16(d, a[0], b[0], b[1], c);
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ float load_bias(const WindowParameters& p, int k) {
+  if (p.bias == nullptr || k >= p.geometry.K) return 0.0f;
+  if constexpr (Config::kOperand == WindowOperand::kFloat16) {
+    return __half2float(static_cast<const __half*>(p.bias)[k]);
+  } else if constexpr (Config::kOperand == WindowOperand::kBFloat16) {
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[k]);
+  } else {
+    return static_cast<const float*>(p.bias)[k];
+  }
+}
+
+// A lane's accumulators and sums. Index 0 of a pair is output channel lane / 4, 1 is lane / 4 + 8.
+template <class Config>
+struct Lane {
+  static constexpr int T = Config::T, kHalfTiles = Config::kHalfTiles;
+  static constexpr int kValues = 4 * kHalfTiles;  // of a half of an output plane
+  static constexpr bool kFast = std::is_same_v<typename Config::ActivationType, HardswishFn>;
+
+  Weights<Config> a;
+  // [half][depth tap][tile][register]: output plane z = piece.z + step - tap.
+  float acc[2][T][kHalfTiles][4];
+  float bias[2];
+  typename Config::ActivationType activation;
+
+  // Split only: y = accumulator * inverse + bias; scaled by 2^exponent, and the weights by theirs.
+  float inverse[2];
+  int exponent, weight_exponents[2];
+
+  // Sums about the first value of the piece.
+  float pivot[2], sum[2], square[2];
+  bool started;
+  int live;
+
+  __device__ __forceinline__ float value(int half, int tap, int tile, int i) const {
+    const float y = acc[half][tap][tile][i];
+    return Config::kSplit ? fmaf(y, inverse[i / 2], bias[i / 2]) : y;
+  }
+
+  // d is the activated value less the pivot.
+  __device__ __forceinline__ void add(int tile, int i, float d) {
+    if (tile < Config::kFullTiles || window_position(tile, i) < live) {
+      sum[i / 2] += d;
+      square[i / 2] = fmaf(d, d, square[i / 2]);
+    }
+  }
+
+  // One value of a finished half, hardswish.
+  __device__ __forceinline__ void take(int half, int v) {
+    const float y = value(half, T - 1, v / 4, v % 4);
+    const float s = __saturatef(fmaf(y, 1.0f / 6.0f, 0.5f));
+    add(half * kHalfTiles + v / 4, v % 4, fmaf(y, s, -pivot[v % 4 / 2]));
+  }
+
+  // All values of a finished half at once.
+  __device__ __forceinline__ void take_half(int half, int tap) {
+    float h[kValues];
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) h[v] = value(half, tap, v / 4, v % 4);
+    transform(activation, h, [](const auto& function, float y, int) { return function.value(y); });
+    if (!started) {
+      pivot[0] = h[0];
+      pivot[1] = h[2];
+      started = true;
+    }
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      add(half * kHalfTiles + v / 4, v % 4, h[v] - pivot[v % 4 / 2]);
+    }
+  }
+
+  // The products of one half with the staged plane. Interior: every depth tap is wanted, and (with
+  // hardswish) the other half's finished values are taken between the products.
+  template <bool Interior>
+  __device__ __forceinline__ void multiply_half(int half, const unsigned char* column, int low,
+                                                int high) {
+    constexpr int kSlots = slots();
+    float start[4] = {Config::kSplit ? 0.0f : bias[0], Config::kSplit ? 0.0f : bias[0],
+                      Config::kSplit ? 0.0f : bias[1], Config::kSplit ? 0.0f : bias[1]};
+    int slot = 0;
+#pragma unroll
+    for (int u = 0; u < Config::kUnits; ++u) {
+#pragma unroll
+      for (int group = 0; group < Config::kGroups; ++group) {
+        uint32_t b[kHalfTiles][Config::kUnitRegisters];
+#pragma unroll
+        for (int tile = 0; tile < kHalfTiles; ++tile) {
+          const int from = 8 * (half * kHalfTiles + tile) + 4 * group;
+          load_unit<Config>(
+              column + window_unit(4 * u, from, Config::kColumns) * Config::kUnitBytes, b[tile]);
+        }
+#pragma unroll
+        for (int product = 0; product < Config::products(u); ++product) {
+#pragma unroll
+          for (int tap = T - 1; tap >= 0; --tap) {
+            if (Interior || (low <= tap && tap <= high)) {
+#pragma unroll
+              for (int tile = 0; tile < kHalfTiles; ++tile) {
+                const bool first = u == 0 && group == 0 && product == 0;
+                auto& c = !first    ? acc[half][tap][tile]
+                          : tap > 0 ? acc[half][tap > 0 ? tap - 1 : 0][tile]
+                                    : start;
+                multiply<Config>(acc[half][tap][tile], a[tap][u][group], b[tile], product, c);
+              }
+            }
+            if constexpr (Interior && kFast) {
+#pragma unroll
+              for (int v = 0; v < kValues; ++v) {
+                if ((v + 1) * kSlots / (kValues + 1) == slot) take(1 - half, v);
+              }
+            }
+            ++slot;
+          }
+        }
+      }
+    }
+  }
+
+  // Groups of products between which values are taken.
+  static CONVNORMPOOL_HOST_DEVICE constexpr int slots() {
+    int products = 0;
+    for (int u = 0; u < Config::kUnits; ++u) products += Config::products(u);
+    return products * Config::kGroups * T;
+  }
+
+  // The staged plane is scaled by another power than the accumulators: follow it.
+  __device__ __forceinline__ void rescale(int staged_exponent) {
+    const int change = staged_exponent - exponent;
+    const float factor = change < -126 ? 0.0f : power_of_two(change);
+#pragma unroll
+    for (int i = 0; i < 2 * T * kHalfTiles * 4; ++i) {
+      acc[i / (T * kValues)][i / kValues % T][i / 4 % kHalfTiles][i % 4] *= factor;
+    }
+    set_exponent(staged_exponent);
+  }
+
+  __device__ __forceinline__ void set_exponent(int e) {
+    exponent = e;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) inverse[i] = power_of_two_or_limit(-(e + weight_exponents[i]));
+  }
+
+  __device__ __forceinline__ void begin(const WindowPiece& piece, int lane, int staged_exponent) {
+    if constexpr (Config::kSplit) set_exponent(staged_exponent);
+#pragma unroll
+    for (int i = 0; i < 2 * T * kHalfTiles * 4; ++i) {
+      acc[i / (T * kValues)][i / kValues % T][i / 4 % kHalfTiles][i % 4] =
+          Config::kSplit ? 0.0f : bias[i % 4 / 2];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) pivot[i] = sum[i] = square[i] = 0.0f;
+    started = false;
+    live = window_live(piece, lane);
+  }
+
+  // The piece's moments, joined across the four lanes that share a channel.
+  __device__ __forceinline__ void finish(const WindowPiece& piece, float2 (&result)[2]) {
+    const int count = piece.planes * (((live + 7) >> 3) + ((live + 6) >> 3));
+    const float inverse_count = count > 0 ? 1.0f / static_cast<float>(count) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float mean = sum[i] * inverse_count;
+      const float m2 = fmaf(-mean, sum[i], square[i]);
+      Moments<float> moments{count > 0 ? pivot[i] : 0.0f, static_cast<float>(count), mean,
+                             m2 < 0.0f ? 0.0f : m2};
+      lanes_join(moments, 4);
+      result[i] = make_float2(moments.pivot + moments.mean, moments.m2);
+    }
+  }
+};
+
+// The power of two for a plane whose largest magnitude is given: 2^12 at first, and left as it is
+// until a plane would pass 2^15.
+__device__ __forceinline__ int plane_exponent(uint32_t largest, bool first, int exponent) {
+  const int field = exponent_field(largest);
+  return first || field - 127 + exponent > 14 ? min(139 - field, 127) : exponent;
+}
+
+}  // namespace window
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    conv_window_kernel(const WindowParameters p, typename Config::ActivationType activation) {
+  using namespace window;
+  constexpr int T = Config::T;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int32_t pieces = window_pieces(p.geometry);
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * Config::kWarps;
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * Config::kWarps + warp;
+  int64_t sample = place / pieces;
+  int32_t index = static_cast<int32_t>(place % pieces);
+  const int64_t stride_samples = warps / pieces;
+  const int32_t stride_pieces = static_cast<int32_t>(warps % pieces);
+  if (sample >= p.N) return;
+
+  // Two planes; columns that are never staged stay zero.
+  unsigned char* const buffers = dynamic_shared_memory() + warp * 2 * Config::kPlaneBytes;
+  for (int i = lane; i < 2 * Config::kPlaneBytes / 16; i += 32) {
+    reinterpret_cast<uint4*>(buffers)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncwarp();
+  const int lane_bytes = (lane / 4 + lane % 4) * Config::kUnitBytes;
+  int current = 0;
+
+  Lane<Config> state;
+  state.activation = activation;
+  const int first_channel = 16 * static_cast<int>(blockIdx.y) + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    state.weight_exponents[i] =
+        Config::kSplit ? weight_exponent<Config>(p, first_channel + 8 * i) : 0;
+    state.bias[i] = load_bias<Config>(p, first_channel + 8 * i);
+  }
+  load_weights<Config>(p, 16 * static_cast<int>(blockIdx.y), lane, state.weight_exponents, state.a);
+
+  const int64_t plane_stride = static_cast<int64_t>(p.geometry.H) * p.geometry.W;
+  Cursor<Config> cursor;
+  RawPlane<Config> raw;
+  int staged_exponent = 0;
+  const auto stage = [&](bool first) {
+    float scale = 1.0f;
+    if constexpr (Config::kSplit) {
+      staged_exponent = plane_exponent(largest_magnitude(raw), first, staged_exponent);
+      scale = power_of_two(staged_exponent);
+    }
+    stage_plane(raw, scale, lane, buffers + current * Config::kPlaneBytes);
+  };
+  cursor.place(p, sample, index, lane);
+  load_plane(p.geometry, cursor, lane, raw);
+  stage(true);
+
+  for (bool more = true; more;) {
+    const WindowPiece piece = cursor.piece;
+    const int first_step = cursor.first_step, last_step = cursor.last_step;
+    const int64_t slot = sample * pieces + index;
+    state.begin(piece, lane, staged_exponent);
+    bool pending = false;  // the last step finished an output plane, and half 1 is not taken yet
+    for (int step = first_step; step <= last_step; ++step) {
+      const bool last = step == last_step;
+      if (!last) {
+        cursor.plane += plane_stride;
+      } else {
+        sample += stride_samples;
+        index += stride_pieces;
+        if (index >= pieces) {
+          index -= pieces;
+          ++sample;
+        }
+        more = sample < p.N;
+        if (more) cursor.place(p, sample, index, lane);
+      }
+      load_plane(p.geometry, cursor, lane, raw);
+      __syncwarp();
+      const unsigned char* const column = buffers + current * Config::kPlaneBytes + lane_bytes;
+      if constexpr (Config::kSplit) {
+        if (staged_exponent != state.exponent) state.rescale(staged_exponent);
+      }
+      if (step >= T && step < piece.planes && !last) {
+        if (!state.kFast) state.take_half(1, T - 1);
+        state.template multiply_half<true>(0, column, 0, T - 1);
+        state.template multiply_half<true>(1, column, 0, T - 1);
+        if (!state.kFast) state.take_half(0, T - 1);
+      } else {
+        const int low = window_low_tap(piece, step), high = window_high_tap(step, T);
+        if (pending) state.take_half(1, T - 1);
+        state.template multiply_half<false>(0, column, low, high);
+        state.template multiply_half<false>(1, column, low, high);
+        pending = high == T - 1;
+        if (pending) state.take_half(0, T - 1);
+      }
+      current ^= 1;
+      stage(last);
+    }
+    if (pending) state.take_half(1, T - 1);
+    // Below the input's last plane there is only padding: what stands in the other accumulators is
+    // complete.
+    const int low = window_low_tap(piece, last_step), high = window_high_tap(last_step, T);
+#pragma unroll
+    for (int tap = T - 2; tap >= 0; --tap) {
+      if (low <= tap && tap <= high) {
+        state.take_half(0, tap);
+        state.take_half(1, tap);
+      }
+    }
+    float2 result[2];
+    state.finish(piece, result);
+    if (lane % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int k = first_channel + 8 * i;
+        if (k < p.geometry.K) p.partial[slot * p.geometry.K + k] = result[i];
+      }
+    }
+  }
+}
+
+// mean and m2 (N, K) from the pieces' moments, in float64 and in the pieces' order.
+__global__ void merge_window_kernel(const WindowGeometry geometry, int64_t N,
+                                    const float2* __restrict__ partial, float* __restrict__ mean,
+                                    float* __restrict__ m2) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= N * geometry.K) return;
+  const int32_t pieces = window_pieces(geometry);
+  const float2* p = partial + at / geometry.K * pieces * geometry.K + at % geometry.K;
+  const double pivot = p[0].x;
+  double count = 0.0, first = 0.0, second = 0.0;
+  for (int32_t i = 0; i < pieces; ++i, p += geometry.K) {
+    const WindowPiece piece = window_piece(geometry, i);
+    const double n = static_cast<double>(piece.planes) * piece.columns;
+    const double d = p->x - pivot;
+    count += n;
+    first += n * d;
+    second += n * d * d + p->y;
+  }
+  const double difference = first / count;
+  const double sum = second - difference * first;
+  mean[at] = static_cast<float>(pivot + difference);
+  m2[at] = static_cast<float>(sum < 0.0 ? 0.0 : sum);
+}
+
+}  // namespace convnormpool

@@ -1,0 +1,325 @@
+// The operands of the portable window kernel (conv_activation_moments_window.cuh): its
+// configuration, the weights in registers, and an input plane's way into shared memory.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/conv_activation_moments_window_map.h"
+
+namespace convnormpool {
+
+// How the operands of the products are formed; kSplit and kTf32 read float32.
+enum class WindowOperand { kTf32, kFloat16, kBFloat16, kSplit };
+
+struct WindowParameters {
+  const void* x;     // (N, C, D, H, W) contiguous
+  const void* w;     // (K, C, T, R, S) contiguous
+  const void* bias;  // (K,) or null; all three of one dtype
+  float2* partial;   // (N, pieces, K): mean and M2 of each piece
+  int64_t N;
+  WindowGeometry geometry;
+};
+
+// General: any padding and row length. Without it pad_h = pad_w = 0 and W <= 8 Tiles, and no load
+// is masked. Tiles: tiles of 8 outputs of a segment, even. FullTiles: so many tiles of every
+// segment are known to be live throughout, which saves their masks.
+template <int T_, int R_, int S_, int C_, WindowOperand Operand, class Activation_, bool General,
+          int Tiles = 4, int FullTiles = 0>
+struct WindowConfig {
+  static constexpr int T = T_, R = R_, S = S_, C = C_;
+  static constexpr WindowOperand kOperand = Operand;
+  static constexpr bool kGeneral = General;
+  static constexpr int kTiles = Tiles, kFullTiles = FullTiles;
+  using ActivationType = Activation_;
+
+  static constexpr bool kSplit = Operand == WindowOperand::kSplit;
+  static constexpr bool kTf32 = Operand == WindowOperand::kTf32;
+  static constexpr bool kHalf = !kSplit && !kTf32;
+  using Raw = std::conditional_t<kHalf, uint16_t, float>;  // an element as it is loaded
+
+  static constexpr int kRows = C * R;
+  static constexpr int kUnits = (kRows + 3) / 4;
+  static constexpr int kGroups = (S + 3) / 4;
+  // Registers of a unit: four tf32 rows, four 16-bit rows, or four high and four low halves.
+  static constexpr int kUnitRegisters = kHalf ? 2 : 4;
+  static constexpr int kUnitBytes = 4 * kUnitRegisters;
+  // Weight fragments of a unit: rows 0, 1 and 2, 3 in tf32; high and low halves when split.
+  static constexpr int kFragments = kHalf ? 1 : 2;
+  // Products with a unit: a tf32 fragment whose rows don't exist is left out.
+  static CONVNORMPOOL_HOST_DEVICE constexpr int products(int unit) {
+    return kSplit ? 3 : kHalf ? 1 : kRows - 4 * unit > 2 ? 2 : 1;
+  }
+
+  static constexpr int kHalfTiles = kTiles / 2;
+  static constexpr int kColumns = 8 * kTiles + 4 * kGroups - 1;
+  static constexpr int kStagedColumns = 8 * kTiles + S - 1;
+  static constexpr int kExtraColumns = kGeneral && kStagedColumns > 32 ? kStagedColumns - 32 : 0;
+  static constexpr int kExtraDivisor = kExtraColumns > 0 ? kExtraColumns : 1;
+  static constexpr int kExtras = (kRows * kExtraColumns + 31) / 32;
+  static constexpr int kPlaneBytes = (kUnits * kColumns * kUnitBytes + 15) / 16 * 16;
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kSharedBytes = kWarps * 2 * kPlaneBytes;
+
+  static constexpr int kWeightRegisters = 4 * T * kUnits * kGroups * kFragments;
+  static constexpr int kAccumulators = 4 * T * kTiles;
+  static constexpr int kBlocksPerSm = kWeightRegisters + kAccumulators + kRows > 125 ? 2 : 3;
+  static_assert(kTiles % 2 == 0, "the tiles are worked on in two halves");
+  static_assert(S <= 8, "there are at most two groups of four columns");
+  static_assert(kWeightRegisters + kAccumulators + kRows <= 215, "the registers must hold it all");
+};
+
+namespace window {
+
+template <class Config>
+using Weights = uint32_t[Config::T][Config::kUnits][Config::kGroups][Config::kFragments][4];
+
+__device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) {
+  return low | static_cast<uint32_t>(high) << 16;
+}
+
+__device__ __forceinline__ uint32_t pack(__half2 pair) {
+  return pack(__half_as_ushort(__low2half(pair)), __half_as_ushort(__high2half(pair)));
+}
+
+// high + low = (a, b) to 22 bits, in pairs of fp16.
+__device__ __forceinline__ void split_pair(float a, float b, uint32_t& high, uint32_t& low) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  high = pack(pair);
+  low = pack(__floats2half2_rn(a - __low2float(pair), b - __high2float(pair)));
+}
+
+// 2^e for -126 <= e <= 127.
+__device__ __forceinline__ float power_of_two(int e) {
+  return __uint_as_float(static_cast<uint32_t>(e + 127) << 23);
+}
+
+// The exponent field of a magnitude's bits; Inf and NaN count as the largest numbers.
+__device__ __forceinline__ int exponent_field(uint32_t magnitude) {
+  return min(static_cast<int>(magnitude >> 23), 254);
+}
+
+// An element that may not be there.
+template <class Raw>
+__device__ __forceinline__ Raw load_if(bool exists, const Raw* p) {
+  return exists ? __ldg(p) : Raw(0);
+}
+
+// ---- weights
+
+// The exponent by which a channel's weights are scaled: the largest comes to [2^14, 2^15).
+template <class Config>
+__device__ __forceinline__ int weight_exponent(const WindowParameters& p, int k) {
+  constexpr int kTaps = Config::C * Config::T * Config::R * Config::S;
+  const float* w = static_cast<const float*>(p.w) + static_cast<int64_t>(k) * kTaps;
+  uint32_t largest = 0;
+  if (k < p.geometry.K) {
+    for (int i = 0; i < kTaps; ++i) largest = max(largest, __float_as_uint(w[i]) & 0x7FFFFFFFu);
+  }
+  return min(141 - exponent_field(largest), 127);
+}
+
+template <class Config>
+__device__ __forceinline__ typename Config::Raw load_weight(const WindowParameters& p, int k,
+                                                            int kd, int row, int kw) {
+  const int64_t filter = static_cast<int64_t>(k) * Config::C + row / Config::R;
+  const int64_t index = ((filter * Config::T + kd) * Config::R + row % Config::R) * Config::S + kw;
+  return load_if(k < p.geometry.K && row < Config::kRows && kw < Config::S,
+                 static_cast<const typename Config::Raw*>(p.w) + index);
+}
+
+// The A fragments of output channels first .. first + 15; lane % 4 is kw.
+template <class Config>
+__device__ __forceinline__ void load_weights(const WindowParameters& p, int first, int lane,
+                                             const int (&exponent)[2], Weights<Config>& a) {
+#pragma unroll
+  for (int i = 0; i < Config::T * Config::kUnits * Config::kGroups * 2; ++i) {
+    const int half = i % 2, group = i / 2 % Config::kGroups;
+    const int unit = i / (2 * Config::kGroups) % Config::kUnits;
+    const int kd = i / (2 * Config::kGroups * Config::kUnits);
+    typename Config::Raw v[4];
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
+      v[row] = load_weight<Config>(p, first + lane / 4 + 8 * half, kd, 4 * unit + row,
+                                   4 * group + lane % 4);
+    }
+    auto& out = a[kd][unit][group];
+    if constexpr (Config::kTf32) {
+      out[0][half] = round_tf32(v[0]);
+      out[0][half + 2] = round_tf32(v[1]);
+      out[1][half] = round_tf32(v[2]);
+      out[1][half + 2] = round_tf32(v[3]);
+    } else if constexpr (Config::kSplit) {
+      const float scale = power_of_two(exponent[half]);
+      split_pair(v[0] * scale, v[1] * scale, out[0][half], out[1][half]);
+      split_pair(v[2] * scale, v[3] * scale, out[0][half + 2], out[1][half + 2]);
+    } else {
+      out[0][half] = pack(v[0], v[1]);
+      out[0][half + 2] = pack(v[2], v[3]);
+    }
+  }
+}
+
+// ---- input planes
+
+// The elements of a plane that one lane stages: its column of every row, and its share of the
+// columns from the 32nd on.
+template <class Config>
+struct RawPlane {
+  typename Config::Raw row[Config::kRows];
+  typename Config::Raw extra[Config::kExtras > 0 ? Config::kExtras : 1];
+};
+
+// A piece of a sample and where in x a lane finds its elements.
+template <class Config>
+struct Cursor {
+  WindowPiece piece;
+  int first_step, last_step;
+  const typename Config::Raw* plane;  // row 0 of the plane to be loaded next, at the lane's column
+  uint32_t live_rows;                 // bit kh: that row is inside the input
+  int first_column;                   // of the staged columns
+
+  __device__ __forceinline__ void place(const WindowParameters& p, int64_t sample, int32_t index,
+                                        int lane) {
+    const WindowGeometry& s = p.geometry;
+    piece = window_piece(s, index);
+    first_step = window_first_step(s, piece);
+    last_step = window_last_step(s, piece, Config::T);
+    const int h = piece.p - (Config::kGeneral ? s.pad_h : 0);
+    const int d = piece.z - s.pad_d + first_step;
+    live_rows = 0;
+    for (int kh = 0; kh < Config::R; ++kh) {
+      live_rows |= static_cast<uint32_t>(h + kh >= 0 && h + kh < s.H) << kh;
+    }
+    first_column = Config::kGeneral ? piece.q - s.pad_w : 0;
+    // Without General a column past the row's end feeds masked outputs only: any element will do.
+    const int column = Config::kGeneral ? first_column + lane : min(lane, s.W - 1);
+    plane = static_cast<const typename Config::Raw*>(p.x) +
+            ((sample * Config::C * s.D + d) * s.H + h) * s.W + column;
+  }
+};
+
+template <class Config>
+__device__ __forceinline__ void load_plane(const WindowGeometry& s, const Cursor<Config>& cursor,
+                                           int lane, RawPlane<Config>& raw) {
+  const int64_t channel_stride = static_cast<int64_t>(s.D) * s.H * s.W;
+  const int column = cursor.first_column + lane;
+  const bool live_column = column >= 0 && column < s.W && lane < Config::kStagedColumns;
+#pragma unroll
+  for (int row = 0; row < Config::kRows; ++row) {
+    const int kh = row % Config::R;
+    const auto* p = cursor.plane + row / Config::R * channel_stride + kh * s.W;
+    raw.row[row] =
+        Config::kGeneral ? load_if(live_column && (cursor.live_rows >> kh & 1), p) : __ldg(p);
+  }
+#pragma unroll
+  for (int i = 0; i < Config::kExtras; ++i) {
+    const int e = lane + 32 * i, row = e / Config::kExtraDivisor;
+    const int beyond = 32 + e % Config::kExtraDivisor, kh = row % Config::R;
+    const bool live = row < Config::kRows && cursor.first_column + beyond < s.W;
+    raw.extra[i] =
+        load_if(live && (cursor.live_rows >> kh & 1),
+                cursor.plane + row / Config::R * channel_stride + kh * s.W + beyond - lane);
+  }
+}
+
+// The largest magnitude among a plane's elements, as bits; the same in all lanes.
+template <class Config>
+__device__ __forceinline__ uint32_t largest_magnitude(const RawPlane<Config>& raw) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int row = 0; row < Config::kRows; ++row) {
+    largest = max(largest, __float_as_uint(raw.row[row]) & 0x7FFFFFFFu);
+  }
+#pragma unroll
+  for (int i = 0; i < Config::kExtras; ++i) {
+    largest = max(largest, __float_as_uint(raw.extra[i]) & 0x7FFFFFFFu);
+  }
+  return __reduce_max_sync(0xFFFFFFFFu, largest);
+}
+
+// One unit as the products take it, from four rows of a column.
+template <class Config>
+__device__ __forceinline__ void make_unit(const typename Config::Raw (&v)[4], float scale,
+                                          uint32_t (&unit)[Config::kUnitRegisters]) {
+  if constexpr (Config::kTf32) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) unit[i] = round_tf32(v[i]);
+  } else if constexpr (Config::kSplit) {
+    split_pair(v[0] * scale, v[1] * scale, unit[0], unit[2]);
+    split_pair(v[2] * scale, v[3] * scale, unit[1], unit[3]);
+  } else {
+    unit[0] = pack(v[0], v[1]);
+    unit[1] = pack(v[2], v[3]);
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void store_unit(unsigned char* at,
+                                           const uint32_t (&unit)[Config::kUnitRegisters]) {
+  if constexpr (Config::kUnitRegisters == 4) {
+    *reinterpret_cast<uint4*>(at) = make_uint4(unit[0], unit[1], unit[2], unit[3]);
+  } else {
+    *reinterpret_cast<uint2*>(at) = make_uint2(unit[0], unit[1]);
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void load_unit(const unsigned char* at,
+                                          uint32_t (&unit)[Config::kUnitRegisters]) {
+  if constexpr (Config::kUnitRegisters == 4) {
+    const uint4 v = *reinterpret_cast<const uint4*>(at);
+    unit[0] = v.x, unit[1] = v.y, unit[2] = v.z, unit[3] = v.w;
+  } else {
+    const uint2 v = *reinterpret_cast<const uint2*>(at);
+    unit[0] = v.x, unit[1] = v.y;
+  }
+}
+
+// A loaded plane, rounded or scaled and split, into the warp's buffer.
+template <class Config>
+__device__ __forceinline__ void stage_plane(const RawPlane<Config>& raw, float scale, int lane,
+                                            unsigned char* buffer) {
+  using Raw = typename Config::Raw;
+  if (8 * Config::kTiles >= 32 || lane < Config::kColumns) {
+#pragma unroll
+    for (int u = 0; u < Config::kUnits; ++u) {
+      Raw v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = 4 * u + i < Config::kRows ? raw.row[4 * u + i] : Raw(0);
+      uint32_t unit[Config::kUnitRegisters];
+      make_unit<Config>(v, scale, unit);
+      store_unit<Config>(buffer + window_unit(4 * u, lane, Config::kColumns) * Config::kUnitBytes,
+                         unit);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Config::kExtras; ++i) {
+    const int e = lane + 32 * i, row = e / Config::kExtraDivisor;
+    if (row >= Config::kRows) continue;
+    const Raw v[4] = {raw.extra[i], Raw(0), Raw(0), Raw(0)};
+    uint32_t unit[Config::kUnitRegisters];
+    make_unit<Config>(v, scale, unit);
+    unsigned char* at =
+        buffer +
+        window_unit(row, 32 + e % Config::kExtraDivisor, Config::kColumns) * Config::kUnitBytes;
+    if constexpr (Config::kTf32) {
+      reinterpret_cast<uint32_t*>(at)[row % 4] = unit[0];
+    } else {
+      reinterpret_cast<uint16_t*>(at)[row % 4] = static_cast<uint16_t>(unit[0]);
+      if constexpr (Config::kSplit) {
+        reinterpret_cast<uint16_t*>(at)[4 + row % 4] = static_cast<uint16_t>(unit[2]);
+      }
+    }
+  }
+}
+
+}  // namespace window
+
+}  // namespace convnormpool

@@ -1,0 +1,107 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+
+namespace convnormpool {
+namespace {
+
+// A chunk's convolution output and its converted input together stay under this on CUDA. Larger
+// chunks fill the chip better and leave the L2; measured in benchmarks/NOTES.md.
+constexpr int64_t kCudaChunkBytes = int64_t{112} << 20;
+// On CPU a piece belongs to one thread and its output should still be in that core's L2 when it is
+// reduced.
+constexpr int64_t kCpuPieceBytes = int64_t{1} << 20;
+// The direct CPU kernel broadcasts one input value per multiply-add of 16 output channels; past
+// this many input channels per group the library's blocked convolution reuses more and wins.
+constexpr int64_t kCpuFusedMaxChannels = 16;
+
+int64_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    default:
+      return 2;
+  }
+}
+
+std::string fused_refusal(const Problem& p, const Device& device) {
+  if (!device.cuda) {
+    if (p.channels_per_group() > kCpuFusedMaxChannels) {
+      std::ostringstream s;
+      s << "the fused CPU kernel is for at most " << kCpuFusedMaxChannels
+        << " input channels per group, and here there are " << p.channels_per_group();
+      return s.str();
+    }
+    return "";
+  }
+  return "this version has no fused CUDA kernel";
+}
+
+void plan_two_stage(const Problem& p, const Device& device, Decision& d) {
+  d.chunk_planes = p.Z();
+  if (device.cuda) {
+    // cuDNN's float32-accurate convolution is faster on contiguous tensors, its tf32 one on
+    // channels_last_3d ones; contiguous 16-bit 3-D convolutions bypass cuDNN in some versions.
+    d.channels_last = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16 ||
+                      (p.dtype == DType::kFloat32 && p.precision == Precision::kTf32);
+    const int64_t input = d.channels_last ? p.C * p.D * p.H * p.W : 0;
+    const int64_t per_sample = (p.K * p.positions() + input) * element_size(p.dtype);
+    d.chunk_samples = std::max<int64_t>(1, kCudaChunkBytes / std::max<int64_t>(1, per_sample));
+  } else {
+    d.channels_last = false;
+    // CPU convolutions run in float32 whatever 16-bit type came in.
+    const int64_t size = p.dtype == DType::kFloat64 ? 8 : 4;
+    const int64_t per_sample = p.K * p.positions() * size;
+    d.chunk_samples = std::max<int64_t>(1, kCpuPieceBytes / std::max<int64_t>(1, per_sample));
+    if (per_sample > 2 * kCpuPieceBytes) {
+      const int64_t per_plane = per_sample / p.Z();
+      // A slab reads dilation * (T - 1) planes of halo, so thin slabs would mostly read halo.
+      const int64_t thinnest = 2 * (p.dilation[0] * (p.T - 1) / p.stride[0] + 1);
+      d.chunk_planes = std::clamp(std::max(kCpuPieceBytes / per_plane, thinnest), int64_t{1}, p.Z());
+    }
+  }
+  d.chunk_samples = std::min(d.chunk_samples, std::max<int64_t>(1, p.N));
+}
+
+}  // namespace
+
+Decision plan(const Problem& p, const Device& device, std::optional<Path> requested) {
+  Decision d{};
+  const auto reason = [&d](Path path) -> std::string& { return d.reason[static_cast<int>(path)]; };
+  const std::string refusal = fused_refusal(p, device);
+  if (requested == Path::kFused && !refusal.empty()) throw std::invalid_argument(refusal);
+
+  d.path = requested.value_or(refusal.empty() ? Path::kFused : Path::kTwoStage);
+  d.backward_path = d.path;
+  reason(Path::kFused) = refusal;
+  reason(Path::kEager) = "it keeps the convolution's output in memory and is slower";
+  if (refusal.empty()) {
+    reason(Path::kTwoStage) = "the fused kernel takes this problem and is faster";
+  }
+  if (requested) {
+    for (std::string& sentence : d.reason) {
+      if (sentence.empty()) sentence = "another path was asked for";
+    }
+  }
+  reason(d.path).clear();
+
+  plan_two_stage(p, device, d);
+  switch (d.path) {
+    case Path::kFused:
+      d.kernel = "direct convolution with statistics";
+      break;
+    case Path::kTwoStage:
+      d.kernel = "library convolution over chunks, then the reduction kernel";
+      break;
+    case Path::kEager:
+      d.kernel = "PyTorch's operators";
+      break;
+  }
+  return d;
+}
+
+}  // namespace convnormpool

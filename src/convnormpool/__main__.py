@@ -1,0 +1,23 @@
+"""``python -m convnormpool``: the environment report and a self-check; status 1 if it fails."""
+
+from __future__ import annotations
+
+import sys
+
+from .info import report, self_check
+
+
+def main() -> int:
+    """Prints the report; the exit status."""
+    for line in report():
+        print(line)
+    lines, good = self_check()
+    print("self-check")
+    for line in lines:
+        print("  " + line)
+    print("all well" if good else "something is wrong")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Argument checks. Each failure names the argument, what it was and what is allowed.
+
+Sizes may be symbolic here: under torch.compile and torch.export the same checks run on fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "choice",
+    "convolution_arguments",
+    "convolution_tensors",
+    "epsilon",
+    "group_norm_arguments",
+    "module_arguments",
+    "moments_input",
+    "norm_parameters",
+    "num_groups",
+    "padding",
+    "same_shape",
+    "statistics",
+]
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+PRECISIONS = ("ieee", "tf32")
+PATHS = ("auto", "fused", "two_stage", "eager")
+_AXES = ("depth", "height", "width")
+
+
+def choice(name: str, value: object, allowed: Iterable[str]) -> None:
+    """``value`` must be one of ``allowed``."""
+    if value not in tuple(allowed):
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def _dtype(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16; got {tensor.dtype}")
+
+
+def _like(name: str, tensor: Tensor, input: Tensor) -> None:
+    if tensor.device != input.device:
+        raise ValueError(
+            f"{name} must be on the input's device {input.device}; it is on {tensor.device}"
+        )
+    if tensor.dtype != input.dtype:
+        raise TypeError(
+            f"{name} must have the input's dtype {input.dtype}; it has {tensor.dtype} "
+            "(torch.autocast converts both)"
+        )
+
+
+def same_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """``tensor`` must have that shape."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}; got {tuple(tensor.shape)}")
+
+
+def moments_input(y: Tensor, activation: str) -> None:
+    """What ``act_moments`` takes: (N, K, *) with at least one position."""
+    from .reference import ACTIVATIONS
+
+    _dtype("y", y)
+    if y.dim() < 2:
+        raise ValueError(f"y must be (N, channels, ...); got shape {tuple(y.shape)}")
+    if any(extent == 0 for extent in y.shape[2:]):
+        raise ValueError(f"y must have at least one position; got shape {tuple(y.shape)}")
+    choice("activation", activation, ACTIVATIONS)
+
+
+def statistics(tensors: Mapping[str, Tensor], shape: Sequence[int], like: Tensor) -> None:
+    """Moments or their gradients: of that shape, of the statistics dtype of ``like``."""
+    wanted = torch.float64 if like.dtype == torch.float64 else torch.float32
+    for name, tensor in tensors.items():
+        same_shape(name, tensor, shape)
+        if tensor.dtype != wanted:
+            raise TypeError(f"{name} must be {wanted} for {like.dtype}; it has {tensor.dtype}")
+        if tensor.device != like.device:
+            raise ValueError(f"{name} must be on {like.device}; it is on {tensor.device}")
+
+
+def _each(name: str, values: Sequence[int], least: int) -> None:
+    if len(values) != 3:
+        raise ValueError(f"{name} must be one number or three; got {tuple(values)}")
+    if any(value < least for value in values):
+        raise ValueError(f"{name} must be at least {least} on every axis; got {tuple(values)}")
+
+
+def convolution_tensors(input: Tensor, weight: Tensor) -> None:
+    """The dimensions and dtypes of a three-dimensional convolution's input and weight."""
+    _dtype("input", input)
+    if input.dim() != 5:
+        raise ValueError(f"input must be 5-D (N, C, D, H, W); got shape {tuple(input.shape)}")
+    if weight.dim() != 5:
+        raise ValueError(
+            f"weight must be 5-D (K, C // groups, T, R, S); got shape {tuple(weight.shape)}"
+        )
+
+
+def convolution_arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> None:
+    """What a three-dimensional convolution takes."""
+    convolution_tensors(input, weight)
+    _like("weight", weight, input)
+    _each("stride", stride, 1)
+    _each("padding", padding, 0)
+    _each("dilation", dilation, 1)
+    channels, outputs = input.shape[1], weight.shape[0]
+    if groups < 1 or channels % groups or outputs % groups:
+        raise ValueError(
+            f"groups must be at least 1 and divide the {channels} input and {outputs} output "
+            f"channels; got {groups}"
+        )
+    if outputs < 1 or channels < 1:
+        raise ValueError(
+            f"input and weight must have channels; got {channels} input and {outputs} output ones"
+        )
+    if weight.shape[1] * groups != channels:
+        raise ValueError(
+            f"input has {channels} channels, but weight of shape {tuple(weight.shape)} with groups "
+            f"{groups} takes {weight.shape[1] * groups}"
+        )
+    for axis in range(3):
+        extent, kernel = input.shape[2 + axis], weight.shape[2 + axis]
+        if kernel < 1:
+            raise ValueError(f"weight must be at least 1 along {_AXES[axis]}; got {kernel}")
+        reach = dilation[axis] * (kernel - 1) + 1
+        padded = extent + 2 * padding[axis]
+        if extent < 1 or padded < reach:
+            raise ValueError(
+                f"input is too small along {_AXES[axis]}: the kernel reaches over {reach} "
+                f"elements, the padded input has {padded} ({extent} of its own)"
+            )
+    if bias is not None:
+        same_shape("bias", bias, (outputs,))
+        _like("bias", bias, input)
+
+
+def num_groups(value: int, channels: int, what: str = "output channels") -> None:
+    """``value`` must divide the channels."""
+    if value < 1 or channels % value:
+        raise ValueError(
+            f"num_groups must be at least 1 and divide the {channels} {what}; got {value}"
+        )
+
+
+def norm_parameters(
+    norm_weight: Tensor | None, norm_bias: Tensor | None, channels: int, like: Tensor
+) -> None:
+    """Affine parameters: (K,), on the device of ``like``, of a floating dtype."""
+    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if tensor is not None:
+            _dtype(name, tensor)
+            same_shape(name, tensor, (channels,))
+            if tensor.device != like.device:
+                raise ValueError(
+                    f"{name} must be on the input's device {like.device}; it is on {tensor.device}"
+                )
+
+
+def group_norm_arguments(
+    mean: Tensor,
+    m2: Tensor,
+    count: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    eps: float,
+    dtype: torch.dtype | None,
+) -> None:
+    """What ``group_norm_pool`` takes."""
+    if mean.dim() != 2 or mean.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"mean must be (N, channels) in float32 or float64; got {tuple(mean.shape)} in "
+            f"{mean.dtype}"
+        )
+    same_shape("m2", m2, mean.shape)
+    _like("m2", m2, mean)
+    if count < 1:
+        raise ValueError(f"count must be at least 1; got {count}")
+    num_groups(groups, mean.shape[1], "channels")
+    norm_parameters(weight, bias, mean.shape[1], mean)
+    epsilon(eps)
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype must be float64, float32, float16 or bfloat16; got {dtype}")
+
+
+def epsilon(eps: float) -> None:
+    """``eps`` must be a number of at least zero."""
+    if not eps >= 0:
+        raise ValueError(f"eps must be at least 0; got {eps}")
+
+
+def padding(value: int | Sequence[int] | str, stride: Sequence[int]) -> None:
+    """Numbers of at least zero, or "valid", or with stride 1 "same"."""
+    if isinstance(value, str):
+        choice("padding", value, ("same", "valid"))
+        if value == "same" and any(s != 1 for s in stride):
+            raise ValueError(f"padding 'same' needs stride 1; got stride {tuple(stride)}")
+    else:
+        _each("padding", (value,) * 3 if isinstance(value, int) else value, 0)
+
+
+def module_arguments(
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> None:
+    """What a layer is made of."""
+    for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    _each("kernel_size", kernel_size, 1)
+    _each("stride", stride, 1)
+    _each("dilation", dilation, 1)
+    if groups < 1 or in_channels % groups or out_channels % groups:
+        raise ValueError(
+            f"groups must be at least 1 and divide the {in_channels} input and {out_channels} "
+            f"output channels; got {groups}"
+        )

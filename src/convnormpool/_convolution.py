@@ -1,0 +1,318 @@
+"""Library convolutions whose precision is an argument.
+
+PyTorch decides by global settings whether a float32 convolution may use tf32 (CUDA) or bfloat16
+(CPU). A layer that promises float32 can't leave it to those, so every convolution and every
+gradient of one goes through here. ``aten::_convolution`` takes the choice as an argument, and the
+input gradient is itself a convolution; only the weight gradient has no such argument and runs under
+the global settings, set and restored with a lock held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._schemas import LIBRARY
+
+__all__ = [
+    "convolution",
+    "forward",
+    "input_grad",
+    "resolve_padding",
+    "settings",
+    "settings_may_interfere",
+    "triple",
+    "weight_grad",
+]
+
+Triple = tuple[int, int, int]
+
+_SETTINGS_LOCK = threading.RLock()
+
+# What a convolution on that kind of device looks at. oneDNN's convolutions follow the setting of
+# matrix products as well as their own.
+_PRECISION_KEYS = {
+    "cuda": (("cuda", "conv"),),
+    "cpu": (("mkldnn", "conv"), ("mkldnn", "matmul")),
+}
+
+
+def triple(value: int | Sequence[int]) -> Triple:
+    """One value per axis, from one for all or one per axis."""
+    if isinstance(value, int):
+        return (value, value, value)
+    depth, height, width = value
+    return (depth, height, width)
+
+
+def resolve_padding(
+    input: Tensor, kernel: Sequence[int], padding: int | Sequence[int] | str, dilation: Triple
+) -> tuple[Tensor, Triple]:
+    """The input and the padding per axis, from numbers, "valid" or "same".
+
+    As in nn.Conv3d, "same" with an odd total adds the extra zero behind the input.
+    """
+    if not isinstance(padding, str):
+        return input, triple(padding)
+    if padding == "valid":
+        return input, (0, 0, 0)
+    total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    if any(t % 2 for t in total):
+        input = F.pad(input, [side for t in reversed(total) for side in (0, t % 2)])
+    depth, height, width = (t // 2 for t in total)
+    return input, (depth, height, width)
+
+
+def _get_precision(backend: str, operator: str) -> str:
+    return str(torch._C._get_fp32_precision_getter(backend, operator))
+
+
+def _set_precision(backend: str, operator: str, value: str) -> None:
+    torch._C._set_fp32_precision_setter(backend, operator, value)
+
+
+def settings_may_interfere(input: Tensor) -> bool:
+    """Whether global settings could decide the precision of a convolution of ``input``."""
+    if input.dtype != torch.float32:
+        return False
+    if input.is_cpu and not torch.compiler.is_compiling():
+        return any(_get_precision(*key) not in ("none", "ieee") for key in _PRECISION_KEYS["cpu"])
+    return input.is_cuda
+
+
+@contextmanager
+def settings(device_type: str, allow_tf32: bool) -> Iterator[None]:
+    """PyTorch's global convolution settings as this package needs them, restored afterwards.
+
+    On CUDA: deterministic, no timing-based choice of algorithm, tf32 as asked. On CPU: float32 at
+    full precision. The lock keeps this package's own threads apart. Only the per-operator settings
+    are touched: reading ``allow_tf32`` raises where the user has set both kinds.
+    """
+    cuda = device_type == "cuda"
+    wanted = "tf32" if allow_tf32 and cuda else "ieee"
+    changed: list[tuple[str, str, str]] = []
+    with _SETTINGS_LOCK:
+        deterministic = torch._C._get_cudnn_deterministic()
+        benchmark = torch._C._get_cudnn_benchmark()
+        try:
+            for backend, operator in _PRECISION_KEYS.get(device_type, ()):
+                found = _get_precision(backend, operator)
+                if found != wanted and (cuda or found != "none"):
+                    # A setting equal to its backend's is taken to be inherited, and stays so.
+                    inherited = found == _get_precision(backend, "all")
+                    changed.append((backend, operator, "none" if inherited else found))
+                    _set_precision(backend, operator, wanted)
+            if cuda:
+                torch._C._set_cudnn_deterministic(True)
+                torch._C._set_cudnn_benchmark(False)
+            yield
+        finally:
+            for backend, operator, value in changed:
+                _set_precision(backend, operator, value)
+            if cuda:
+                torch._C._set_cudnn_deterministic(deterministic)
+                torch._C._set_cudnn_benchmark(benchmark)
+
+
+def forward(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    allow_tf32: bool,
+    *,
+    transposed: bool = False,
+    output_padding: Sequence[int] = (0, 0, 0),
+) -> Tensor:
+    """One library convolution, deterministic, without autotuning."""
+    y: Tensor = torch.ops.aten._convolution(
+        x, w, b, stride, padding, dilation, transposed, output_padding, groups,
+        False, True, True, allow_tf32,
+    )  # fmt: skip
+    return y
+
+
+def _output_padding(
+    size: Sequence[int],
+    out: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """What a transposed convolution of ``out`` lacks to give ``size``."""
+    return [
+        size[i] - ((out[i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (kernel[i] - 1) + 1)
+        for i in range(len(size))
+    ]
+
+
+def input_grad(
+    dy: Tensor,
+    w: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    allow_tf32: bool,
+) -> Tensor:
+    """The gradient of a convolution's input, of spatial extents ``size``.
+
+    With stride 1 it is an ordinary convolution with the flipped filter, for which libraries have
+    their best kernels; otherwise a transposed one.
+    """
+    kernel = w.shape[2:]
+    full = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True)]
+    if groups == 1 and all(s == 1 for s in stride) and all(p >= 0 for p in full):
+        flipped = w.flip(2, 3, 4).transpose(0, 1).contiguous()
+        if dy.is_contiguous(memory_format=torch.channels_last_3d):
+            flipped = flipped.contiguous(memory_format=torch.channels_last_3d)
+        return forward(dy, flipped, None, (1, 1, 1), full, dilation, 1, allow_tf32)
+    extra = _output_padding(size, dy.shape[2:], kernel, stride, padding, dilation)
+    return forward(
+        dy, w, None, stride, padding, dilation, groups, allow_tf32,
+        transposed=True, output_padding=extra,
+    )  # fmt: skip
+
+
+def weight_grad(
+    dy: Tensor,
+    x: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """The gradient of a convolution's weight, of sizes ``size``; call it within ``settings``."""
+    # Only the sizes and dtype of the weight are looked at.
+    w = x.new_empty(1).expand(size)
+    grads = torch.ops.aten.convolution_backward(
+        dy, x, w, None, stride, padding, dilation, False, (0, 0, 0), groups, (False, True, False)
+    )
+    grad: Tensor = grads[1].contiguous()
+    return grad
+
+
+def _conv_weight_grad(
+    dy: Tensor,
+    x: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    allow_tf32: bool,
+) -> Tensor:
+    with settings(x.device.type, allow_tf32):
+        return weight_grad(dy, x, size, stride, padding, dilation, groups)
+
+
+def _conv_weight_grad_fake(dy: Tensor, x: Tensor, size: Sequence[int], *_: Any) -> Tensor:
+    return x.new_empty(size)
+
+
+LIBRARY.impl("conv_weight_grad", _conv_weight_grad, "CompositeExplicitAutograd")
+torch.library.register_fake("convnormpool::conv_weight_grad", _conv_weight_grad_fake, lib=LIBRARY)
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution, or a transposed one, whose gradients of every order keep its precision."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        w: Tensor,
+        stride: Triple,
+        padding: Triple,
+        dilation: Triple,
+        groups: int,
+        allow_tf32: bool,
+        size: Triple | None,
+    ) -> Tensor:
+        # CUDA convolutions take their precision as an argument, and compiled code takes no lock.
+        with settings("cpu", allow_tf32) if x.is_cpu else nullcontext():
+            if size is None:
+                return forward(x, w, None, stride, padding, dilation, groups, allow_tf32)
+            return input_grad(x, w, size, stride, padding, dilation, groups, allow_tf32)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, w, *ctx.arguments, ctx.size = inputs
+        ctx.save_for_backward(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            size = tuple(x.shape[2:]) if ctx.size is None else None
+            grad_x = _Convolution.apply(grad, w, *ctx.arguments, size)
+        if ctx.needs_input_grad[1]:
+            dy, image = (grad, x) if ctx.size is None else (x, grad)
+            grad_w = _WeightGrad.apply(dy, image, tuple(w.shape), *ctx.arguments)
+        return grad_x, grad_w, None, None, None, None, None, None
+
+
+class _WeightGrad(torch.autograd.Function):
+    """The weight gradient, bilinear in the output's gradient and the input."""
+
+    @staticmethod
+    def forward(
+        dy: Tensor,
+        x: Tensor,
+        size: Sequence[int],
+        stride: Triple,
+        padding: Triple,
+        dilation: Triple,
+        groups: int,
+        allow_tf32: bool,
+    ) -> Tensor:
+        grad: Tensor = torch.ops.convnormpool.conv_weight_grad(
+            dy, x, size, stride, padding, dilation, groups, allow_tf32
+        )
+        return grad
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        dy, x, _, *ctx.arguments = inputs
+        ctx.save_for_backward(dy, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dy, x = ctx.saved_tensors
+        grad_dy = grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_dy = _Convolution.apply(x, grad, *ctx.arguments, None)
+        if ctx.needs_input_grad[1]:
+            grad_x = _Convolution.apply(dy, grad, *ctx.arguments, tuple(x.shape[2:]))
+        return grad_dy, grad_x, None, None, None, None, None, None
+
+
+def convolution(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | str,
+    dilation: int | Sequence[int],
+    groups: int,
+    allow_tf32: bool,
+) -> Tensor:
+    """``F.conv3d`` at the given precision, in its gradients of every order too."""
+    dilation = triple(dilation)
+    x, padding = resolve_padding(x, w.shape[2:], padding, dilation)
+    y: Tensor = _Convolution.apply(
+        x, w, triple(stride), padding, dilation, groups, allow_tf32, None
+    )
+    return y if b is None else y + b.view(-1, 1, 1, 1)

@@ -1,0 +1,97 @@
+"""Thin calls of the compiled operators, or of the reference's formulas where none are loaded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _library, reference
+from .planner import Convolution
+
+__all__ = [
+    "act_moments",
+    "act_moments_backward",
+    "conv_act_moments",
+    "conv_act_moments_backward",
+    "dense",
+    "to_channels_last",
+]
+
+_compiled = torch.ops.convnormpool
+_ACTIVATION_CODE = {name: code for code, name in enumerate(reference.ACTIVATIONS)}
+_PRECISION_CODE = {"ieee": 0, "tf32": 1}
+
+
+def dense(y: Tensor) -> Tensor:
+    """y, or a copy of it, in a layout that the reduction kernels take."""
+    if y.is_contiguous() or y.movedim(1, -1).is_contiguous():
+        return y
+    return y.contiguous()
+
+
+def act_moments(y: Tensor, activation: str, mean: Tensor, m2: Tensor) -> None:
+    """Writes the moments of a dense y into contiguous mean and m2."""
+    if not _library.loaded_for(y.device.type):
+        for out, value in zip((mean, m2), reference.act_moments(y, activation), strict=True):
+            out.copy_(value)
+        return
+    workspace = None
+    if y.is_cuda and _library.plan is not None:
+        last = not y.is_contiguous()
+        size = _library.plan.act_moments_workspace(*y.shape[:2], y.shape[2:].numel(), last)
+        workspace = mean.new_empty(size) if size else None
+    _compiled._act_moments_out(y, _ACTIVATION_CODE[activation], mean, m2, workspace)
+
+
+def act_moments_backward(
+    y: Tensor, mean: Tensor, grad_mean: Tensor, grad_m2: Tensor, activation: str, dy: Tensor
+) -> None:
+    """Writes the gradient of a dense y into dy, of y's layout; dy may be y itself."""
+    if not _library.loaded_for(y.device.type):
+        dy.copy_(reference.act_moments_backward(grad_mean, grad_m2, y, mean, activation))
+        return
+    code = _ACTIVATION_CODE[activation]
+    _compiled._act_moments_backward_out(y, mean, grad_mean, grad_m2, code, dy)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def conv_act_moments(
+    x: Tensor, w: Tensor, b: Tensor | None, conv: Convolution, mean: Tensor, m2: Tensor
+) -> None:
+    """The fused convolution and statistics."""
+    _compiled._conv_act_moments_out(
+        x.contiguous(), w.contiguous(), _contiguous(b), conv.stride, conv.padding, conv.dilation,
+        conv.groups, _ACTIVATION_CODE[conv.activation], _PRECISION_CODE[conv.precision], mean, m2,
+        None,
+    )  # fmt: skip
+
+
+def conv_act_moments_backward(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    conv: Convolution,
+    moments: tuple[Tensor, Tensor, Tensor],
+    wanted: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """The fused gradients of (x, w, b), given (mean, grad_mean, grad_m2)."""
+    _compiled._conv_act_moments_backward_out(
+        x.contiguous(), w.contiguous(), _contiguous(b), *moments, conv.stride,
+        conv.padding, conv.dilation, conv.groups, _ACTIVATION_CODE[conv.activation],
+        _PRECISION_CODE[conv.precision], *wanted, None,
+    )  # fmt: skip
+
+
+def to_channels_last(x: Tensor) -> Tensor:
+    """x (N, C, D, H, W) in channels_last_3d; x itself where it already is."""
+    layout = torch.channels_last_3d
+    if x.is_contiguous(memory_format=layout):
+        return x
+    if not (x.is_cuda and x.is_contiguous() and _library.loaded_for("cuda")):
+        return x.contiguous(memory_format=layout)
+    out = torch.empty_like(x, memory_format=layout)
+    _compiled._to_channels_last_out(x, out)
+    return out

@@ -1,0 +1,168 @@
+"""The layer as a function, and what the planner makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _checks, ops, planner, reference
+from ._autograd import ConvNormPool
+from ._convolution import resolve_padding, triple
+from .reference import statistics_dtype
+
+__all__ = ["conv_norm_pool"]
+
+
+def conv_norm_pool(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    activation: str = "hardswish",
+    fp32_precision: str = "ieee",
+    path: str = "auto",
+) -> Tensor:
+    """Convolution, activation, group normalisation, and the mean over all positions.
+
+    Equivalent to ``group_norm(activation(conv3d(input))).mean(dim=(2, 3, 4))`` (see
+    :func:`convnormpool.reference.conv_norm_pool`), without keeping the convolution's output. Group
+    normalisation is affine per channel (Wu and He, 2018) and the mean is linear, so the mean and
+    the sum of squared deviations of every channel are enough; they are merged by the rule of Chan,
+    Golub and LeVeque (1983).
+
+    Args:
+        input: (N, C, D, H, W); float64, float32, float16 or bfloat16; any strides.
+        weight: (K, C // groups, T, R, S), of the input's dtype.
+        bias: (K,) of the input's dtype, or None.
+        num_groups: groups of the normalisation; divides K.
+        norm_weight: (K,) or None for ones; of the input's dtype or float32.
+        norm_bias: (K,) or None for zeros; of the input's dtype or float32.
+        eps: added to the variance, at least 0.
+        stride: of the convolution, one number or one per axis.
+        padding: zeros on both sides, one number or one per axis, or "same" or "valid".
+        dilation: of the convolution, one number or one per axis.
+        groups: of the convolution; divides C and K.
+        activation: "hardswish", "identity", "relu", "relu6", "leaky_relu", "elu", "silu", "gelu",
+            "gelu_tanh", "mish" or "hardsigmoid", with PyTorch's default parameters.
+        fp32_precision: "ieee" keeps float32 products at float32 accuracy; "tf32" allows CUDA
+            devices to round float32 operands to tf32. PyTorch's global settings decide nothing.
+        path: "auto", or the one to use: "fused", "two_stage" or "eager".
+
+    Returns:
+        (N, K) in the input's dtype; under autocast in the dtype in which the same chain of
+        PyTorch's operators ends.
+
+    Raises:
+        TypeError: a dtype that is not taken, or dtypes that don't go together.
+        ValueError: any other argument that makes no sense, or a path that can't run.
+    """
+    requested = planner.requested_path(path)
+    stride, dilation = triple(stride), triple(dilation)
+    _checks.choice("activation", activation, reference.ACTIVATIONS)
+    _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
+    _checks.padding(padding, stride)
+    _checks.convolution_tensors(input, weight)
+    input, padding = resolve_padding(input, weight.shape[2:], padding, dilation)
+    given = (input, weight, bias, norm_weight, norm_bias)
+    autocast = torch.is_autocast_enabled(input.device.type)
+    tensors, dtype = _autocast(*given) if autocast else (given, input.dtype)
+    _check_tensors(*tensors, stride, padding, dilation, groups)
+    _checks.num_groups(num_groups, weight.shape[0])
+    _checks.epsilon(eps)
+
+    if requested == "eager":
+        x, w, b, norm_weight, norm_bias = given
+        return reference.conv_norm_pool(
+            x, w, b, num_groups=num_groups, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps,
+            stride=stride, padding=padding, dilation=dilation, groups=groups,
+            activation=activation, fp32_precision=None if autocast else fp32_precision,
+        )  # fmt: skip
+    input, weight, bias, norm_weight, norm_bias = tensors
+    count = 1
+    for axis in range(3):
+        reach = dilation[axis] * (weight.shape[2 + axis] - 1) + 1
+        count *= (input.shape[2 + axis] + 2 * padding[axis] - reach) // stride[axis] + 1
+    convolution = (stride, padding, dilation, groups, activation, fp32_precision, requested)
+    if _needs_autograd(tensors):
+        out: Tensor
+        out, _, _ = ConvNormPool.apply(*tensors, num_groups, eps, count, dtype, *convolution)
+        return out
+    mean, m2 = ops.conv_act_moments(input, weight, bias, *convolution)
+    pooled: Tensor = ops.group_norm_pool(
+        mean, m2, count, norm_weight, norm_bias, num_groups, eps, dtype
+    )[0]
+    return pooled
+
+
+_Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _autocast(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+) -> tuple[_Tensors, torch.dtype]:
+    """The tensors as autocast gives them to the eager chain, and the dtype in which that ends.
+
+    Autocast converts what a convolution takes to its dtype, float64 excepted. On CUDA it runs group
+    normalisation in float32; on CPU that keeps the convolution's dtype.
+    """
+    device_type = input.device.type
+    low = torch.get_autocast_dtype(device_type)
+
+    def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if tensor is None or tensor.dtype not in _checks.DTYPES or tensor.dtype == torch.float64:
+            return tensor
+        return tensor.to(dtype)
+
+    x, w, b = cast(input, low), cast(weight, low), cast(bias, low)
+    assert x is not None and w is not None
+    if device_type == "cpu":
+        return (x, w, b, norm_weight, norm_bias), x.dtype
+    norm = (cast(norm_weight, torch.float32), cast(norm_bias, torch.float32))
+    return (x, w, b, *norm), torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check_tensors(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> None:
+    _checks.convolution_arguments(input, weight, bias, stride, padding, dilation, groups)
+    _checks.norm_parameters(norm_weight, norm_bias, weight.shape[0], input)
+    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if tensor is not None and tensor.dtype not in (input.dtype, statistics_dtype(input.dtype)):
+            raise TypeError(
+                f"{name} must have the input's dtype {input.dtype} or float32; it has "
+                f"{tensor.dtype}"
+            )
+
+
+def _needs_autograd(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a derivative may be asked for; without, the function's overhead is saved."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    # Forward derivatives are refused by the function in words; here they would be lost.
+    return (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )

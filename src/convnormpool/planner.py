@@ -1,0 +1,160 @@
+"""Which path takes a problem, and why not the others.
+
+The decisions are the C++ planner's (``csrc/plan.h``). The paths:
+
+``fused``
+    One kernel computes the convolution and its statistics; nothing of its output is stored.
+``two_stage``
+    The library's convolution on chunks of the batch, each reduced to moments before the next.
+``eager``
+    PyTorch's operators, which keep the convolution's output.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import _checks, _library
+
+__all__ = ["Convolution", "Decision", "decide", "requested_path"]
+
+_ENVIRONMENT = "CONVNORMPOOL_PATH"
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution's arguments beside its tensors, and what is done with its output."""
+
+    stride: tuple[int, int, int]
+    padding: tuple[int, int, int]
+    dilation: tuple[int, int, int]
+    groups: int
+    activation: str
+    precision: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the planner decided.
+
+    Attributes:
+        path: "fused", "two_stage" or "eager".
+        kernel: what computes the convolution, in words.
+        backward: the path of the gradients.
+        chunk_samples: samples that a library convolution takes at once (two_stage).
+        chunk_planes: output planes along the depth that it takes at once, None for all.
+        channels_last: the layout in which it is called (two_stage).
+        reasons: for each path not taken, one sentence why; under "gradients" the same where their
+            path differs from the forward's.
+    """
+
+    path: str
+    kernel: str
+    backward: str
+    chunk_samples: int
+    chunk_planes: int | None
+    channels_last: bool
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {self.kernel}"]
+        if self.backward != self.path:
+            lines.append(f"gradients by {self.backward}")
+        if self.path == "two_stage":
+            layout = "channels_last_3d" if self.channels_last else "contiguous"
+            lines.append(f"chunks of {self.chunk_samples} samples, {layout}")
+        lines += [f"not {path}: {reason}" for path, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def requested_path(path: str) -> str:
+    """The path asked for: the argument, or for "auto" what ``CONVNORMPOOL_PATH`` says."""
+    _checks.choice("path", path, _checks.PATHS)
+    if path == "auto":
+        path = os.environ.get(_ENVIRONMENT, "") or "auto"
+        _checks.choice(f"the environment variable {_ENVIRONMENT}", path, _checks.PATHS)
+    return path
+
+
+@functools.cache
+def _device_facts(device_type: str, index: int | None) -> Mapping[str, int]:
+    if device_type != "cuda":
+        return {}
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "major": properties.major,
+        "minor": properties.minor,
+        "sm_count": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+    }
+
+
+@functools.cache
+def _warn_eager(device_type: str) -> None:
+    warnings.warn(
+        f"convnormpool uses its eager path on {device_type}: the compiled operators are not "
+        "loaded. Run python -m convnormpool to see why.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    input: Sequence[int],
+    filter: Sequence[int],
+    conv: Convolution,
+    dtype: torch.dtype,
+    device_type: str,
+    index: int | None,
+    path: str,
+) -> Decision:
+    planner = _library.plan
+    if planner is None or not _library.loaded_for(device_type):
+        reason = f"the compiled operators for {device_type} are not loaded"
+        if path in ("fused", "two_stage"):
+            raise ValueError(f"path {path!r} can't run: {reason} (python -m convnormpool says why)")
+        if path == "auto":
+            _warn_eager(device_type)
+        reasons = {"fused": reason, "two_stage": reason}
+        return Decision("eager", "PyTorch's operators", "eager", input[0], None, False, reasons)
+    problem = planner.Problem(
+        input=input, filter=filter, stride=conv.stride, padding=conv.padding,
+        dilation=conv.dilation, groups=conv.groups,
+        dtype=getattr(planner.DType, str(dtype).removeprefix("torch.")),
+        precision=getattr(planner.Precision, conv.precision),
+    )  # fmt: skip
+    device = planner.Device(cuda=device_type == "cuda", **_device_facts(device_type, index))
+    requested = None if path == "auto" else getattr(planner.Path, path)
+    try:
+        found = planner.plan(problem, device, requested)
+    except ValueError as error:
+        raise ValueError(f"path {path!r} can't run: {error}") from None
+    reasons = dict(zip(("fused", "two_stage", "eager"), found.reason, strict=True))
+    del reasons[found.path.name]
+    if found.backward_reason:
+        reasons["gradients"] = found.backward_reason
+    planes = found.chunk_planes if found.chunk_planes < problem.output[0] else None
+    return Decision(
+        found.path.name, found.kernel, found.backward_path.name, found.chunk_samples, planes,
+        found.channels_last, reasons,
+    )  # fmt: skip
+
+
+def decide(x: Tensor, w: Tensor, conv: Convolution, path: str = "auto") -> Decision:
+    """The decision for a convolution of ``x`` (N, C, D, H, W) with ``w`` (K, C // groups, T, R, S).
+
+    Raises:
+        ValueError: an explicit path that can't run, with the planner's sentence.
+    """
+    return _plan(
+        tuple(x.shape), tuple(w.shape), conv, x.dtype, x.device.type, x.device.index,
+        requested_path(path),
+    )  # fmt: skip
