@@ -79,7 +79,8 @@ PYBIND11_MODULE(_plan, m) {
       .def_readonly("kernel", &Decision::kernel)
       .def_readonly("chunk_samples", &Decision::chunk_samples)
       .def_readonly("chunk_planes", &Decision::chunk_planes)
-      .def_readonly("channels_last", &Decision::channels_last);
+      .def_readonly("channels_last", &Decision::channels_last)
+      .def_readonly("unfolded_channels", &Decision::unfolded_channels);
 
   m.def("plan", &plan, py::arg("problem"), py::arg("device"), py::arg("requested") = py::none());
   m.def("activation_names", &activation_names);

@@ -79,4 +79,16 @@
 //
 // _to_channels_last_out(Tensor x, Tensor(a!) out)                                      CUDA only
 //   out, a channels-last tensor of x's sizes and dtype, receives contiguous x (N, C, *).
+//
+// _unfold_depth_out(Tensor x, int filter, int stride, int padding, int dilation, Tensor(a!) out)
+//                                                                                      CUDA only
+//   out (N, Z, H, W, channels) contiguous, of x's dtype, receives x (N, C, D, H, W) contiguous:
+//     out[n,z,h,w,c*filter + t] = x[n, c, z*stride - padding + t*dilation, h, w]
+//   and zero where that plane lies outside x and in channels from C*filter on. channels is a
+//   multiple of 4.
+//
+// _fold_depth_out(Tensor du, int filter, int stride, int padding, int dilation, Tensor(a!) dx)
+//                                                                                      CUDA only
+//   The transpose: dx (N, C, D, H, W) contiguous, of any of the four dtypes, receives the sums, t in
+//   order, of du (N, Z, H, W, channels) in the statistics type of dx, rounded once.
 #pragma once

@@ -7,9 +7,14 @@
 namespace convnormpool {
 namespace {
 
+// Two-dimensional library convolutions are several times faster than three-dimensional ones where
+// channels are few (their weight gradient without tf32 up to 70 times): up to this many channels
+// after unfolding. Measured in benchmarks/NOTES.md.
+constexpr int64_t kMaxUnfoldedChannels = 128;
+constexpr int64_t kUnfoldedMultiple = 4;
 // A chunk's convolution output and its converted input together stay under this on CUDA. Larger
 // chunks fill the chip better and leave the L2; measured in benchmarks/NOTES.md.
-constexpr int64_t kCudaChunkBytes = int64_t{112} << 20;
+constexpr int64_t kCudaChunkBytes = int64_t{92} << 20;
 // On CPU a piece belongs to one thread and its output should still be in that core's L2 when it is
 // reduced.
 constexpr int64_t kCpuPieceBytes = int64_t{1} << 20;
@@ -44,11 +49,21 @@ std::string fused_refusal(const Problem& p, const Device& device) {
 void plan_two_stage(const Problem& p, const Device& device, Decision& d) {
   d.chunk_planes = p.Z();
   if (device.cuda) {
-    // cuDNN's float32-accurate convolution is faster on contiguous tensors, its tf32 one on
-    // channels_last_3d ones; contiguous 16-bit 3-D convolutions bypass cuDNN in some versions.
-    d.channels_last = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16 ||
-                      (p.dtype == DType::kFloat32 && p.precision == Precision::kTf32);
-    const int64_t input = d.channels_last ? p.C * p.D * p.H * p.W : 0;
+    const int64_t unfolded = (p.C * p.T + kUnfoldedMultiple - 1) / kUnfoldedMultiple *
+                             kUnfoldedMultiple;
+    const bool plane_fits = p.H * p.W * unfolded < (int64_t{1} << 31);
+    if (p.T > 1 && p.groups == 1 && unfolded <= kMaxUnfoldedChannels && plane_fits) {
+      d.unfolded_channels = unfolded;
+    }
+    // cuDNN's float32-accurate 3-D convolution is faster on contiguous tensors, its tf32 one on
+    // channels_last_3d ones; contiguous 16-bit 3-D convolutions bypass cuDNN in some versions, and
+    // depthwise ones have kernels for contiguous tensors alone.
+    const bool half = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16;
+    const bool tf32 = p.dtype == DType::kFloat32 && p.precision == Precision::kTf32;
+    const bool depthwise = p.groups > 1 && p.groups == p.C;
+    d.channels_last = d.unfolded_channels > 0 || (!depthwise && tf32) || half;
+    int64_t input = d.channels_last ? p.C * p.D * p.H * p.W : 0;
+    if (d.unfolded_channels > 0) input = d.unfolded_channels * p.Z() * p.H * p.W;
     const int64_t per_sample = (p.K * p.positions() + input) * element_size(p.dtype);
     d.chunk_samples = std::max<int64_t>(1, kCudaChunkBytes / std::max<int64_t>(1, per_sample));
   } else {
@@ -95,7 +110,10 @@ Decision plan(const Problem& p, const Device& device, std::optional<Path> reques
       d.kernel = "direct convolution with statistics";
       break;
     case Path::kTwoStage:
-      d.kernel = "library convolution over chunks, then the reduction kernel";
+      d.kernel = d.unfolded_channels > 0
+                     ? "2-D library convolution of the unfolded depth over chunks, then the "
+                       "reduction kernel"
+                     : "library convolution over chunks, then the reduction kernel";
       break;
     case Path::kEager:
       d.kernel = "PyTorch's operators";

@@ -36,6 +36,9 @@ struct Decision {
   int64_t chunk_samples;
   int64_t chunk_planes;
   bool channels_last;  // the layout in which the library convolution is called
+  // Two-stage on CUDA: the T planes under the filter become channels of a two-dimensional
+  // convolution, of which there are `unfolded_channels` (zeros fill up); 0 where they do not.
+  int64_t unfolded_channels;
 };
 
 // Extents must make sense (the Python side has checked them). With a `requested` path that can't

@@ -138,7 +138,7 @@ def isolated_with_wheel(env: Environment) -> None:
 
 
 def not_isolated(env: Environment) -> None:
-    env.pip("install", "setuptools>=77", "pybind11", "ninja")
+    env.pip("install", "setuptools>=64", "pybind11", "ninja")
     env.pip("install", "--no-build-isolation", "./source")
 
 

@@ -62,8 +62,8 @@ def test_limit_is_the_slower_of_memory_and_math() -> None:
     ceilings = roofline.Ceilings(CPU, copy=1e9, matmul={"float32 ieee": 1e12})
     memory = ceilings.limit(roofline.Counts(2_000_000, 10**9, 0), FLOAT32)
     math = ceilings.limit(roofline.Counts(2_000_000, 3 * 10**9, 10**9), FLOAT32)
-    assert (memory.ms, memory.bound) == (pytest.approx(2.0), "memory")
-    assert (math.ms, math.recompute_ms, math.bound) == (pytest.approx(3), pytest.approx(4), "math")
+    assert (memory.bound, math.bound) == ("memory", "math")
+    assert [memory.ms, math.ms, math.recompute_ms] == pytest.approx([2.0, 3.0, 4.0])
 
 
 def test_float32_accuracy_on_a_gpu_may_cost_three_half_products() -> None:
@@ -87,10 +87,6 @@ def test_oracle_in_chunks_equals_autograd_on_the_whole(monkeypatch: pytest.Monke
     assert oracle.errors(["dw"], [2 * grads[1]])["dw"] == pytest.approx(1.0)
 
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_run_reports_time_error_and_fraction(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,7 +147,6 @@ def test_our_bits_do_not_depend_on_the_number_of_threads() -> None:
     assert all(row.get("same bits") is True for row in table.rows), table.text()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_training_starts_from_the_same_values(device: str) -> None:
     case = replace(TINY, batch=6)
     models = [training.classifier(case, FLOAT32, path, 3).to(device) for path in (None, "auto")]

@@ -43,11 +43,46 @@ inline __attribute__((always_inline)) Vec<T> keep(Vec<T> v, const Mask<T>* mask)
   return (Vec<T>)((VecMask<T>)v & m);
 }
 
+// ---- sums over the lanes of several vectors
+
+// Lanes of the pair (a, b), 0 to 2 * width - 1, that stand in the lower halves of blocks of kBlock.
+template <int kBlock>
+constexpr int lower_lane(int i) {
+  return i / (kBlock / 2) * kBlock + i % (kBlock / 2);
+}
+
+// For each block of kBlock lanes of a, then of b, the sums of its lower and its upper half.
+template <typename T, int kBlock, int... kLane>
+inline __attribute__((always_inline)) Vec<T> fold(Vec<T> a, Vec<T> b,
+                                                  std::integer_sequence<int, kLane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, lower_lane<kBlock>(kLane)...) +
+         __builtin_shufflevector(a, b, (lower_lane<kBlock>(kLane) + kBlock / 2)...);
+#else
+  const VecMask<T> lower = {lower_lane<kBlock>(kLane)...};
+  const VecMask<T> upper = {(lower_lane<kBlock>(kLane) + kBlock / 2)...};
+  return __builtin_shuffle(a, b, lower) + __builtin_shuffle(a, b, upper);
+#endif
+}
+
+// Leaves the sum of the lanes of vector i in lane i of what stands at v, counted over vectors.
+template <typename T, int kCount, int kBlock = kWidth<T>>
+inline __attribute__((always_inline)) void fold_all(Vec<T>* v) {
+  if constexpr (kBlock > 1) {
+    constexpr int kNext = (kCount + 1) / 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < kNext; ++i) {
+      const Vec<T> second = 2 * i + 1 < kCount ? v[2 * i + 1] : Vec<T>{};
+      v[i] = fold<T, kBlock>(v[2 * i], second, std::make_integer_sequence<int, kWidth<T>>());
+    }
+    fold_all<T, kNext, kBlock / 2>(v);
+  }
+}
+
 template <typename T>
 inline __attribute__((always_inline)) double sum_lanes(Vec<T> v) {
-  double s = 0;
-  for (int l = 0; l < kWidth<T>; ++l) s += static_cast<double>(v[l]);
-  return s;
+  fold_all<T, 1>(&v);
+  return static_cast<double>(v[0]);
 }
 
 // ---- convolution over a linear range
@@ -114,12 +149,9 @@ void weight_gradient_tile(const WeightGradient<T>& a) {
     const T* x[kTaps];
 #pragma GCC unroll 8
     for (int j = 0; j < kTaps; ++j) x[j] = a.x + a.offsets[tap0 + (j < count ? j : count - 1)];
-    Vec<T> acc[kTile][kTaps];
-#pragma GCC unroll 8
-    for (int k = 0; k < kTile; ++k) {
-#pragma GCC unroll 8
-      for (int j = 0; j < kTaps; ++j) acc[k][j] = Vec<T>{};
-    }
+    Vec<T> acc[kTile * kTaps];
+#pragma GCC unroll 32
+    for (int i = 0; i < kTile * kTaps; ++i) acc[i] = Vec<T>{};
     for (int64_t plane = 0; plane < a.planes; ++plane) {
       const T* dy = a.dy + plane * a.dy_plane;
       const int64_t base = plane * a.x_plane;
@@ -132,17 +164,18 @@ void weight_gradient_tile(const WeightGradient<T>& a) {
         for (int j = 0; j < kTaps; ++j) {
           const Vec<T> xv = load<T>(x[j] + base + v * kW);
 #pragma GCC unroll 8
-          for (int k = 0; k < kTile; ++k) acc[k][j] += dk[k] * xv;
+          for (int k = 0; k < kTile; ++k) acc[k * kTaps + j] += dk[k] * xv;
         }
       }
     }
+    fold_all<T, kTile * kTaps>(acc);
+    constexpr int kFolded = (kTile * kTaps + kW - 1) / kW;
+    T sums[kFolded * kW];
 #pragma GCC unroll 8
+    for (int i = 0; i < kFolded; ++i) store<T>(sums + i * kW, acc[i]);
     for (int k = 0; k < kTile; ++k) {
       double* sum = a.sum + k * a.sum_stride + tap0;
-#pragma GCC unroll 8
-      for (int j = 0; j < kTaps; ++j) {
-        if (j < count) sum[j] += sum_lanes<T>(acc[k][j]);
-      }
+      for (int64_t j = 0; j < count; ++j) sum[j] += static_cast<double>(sums[k * kTaps + j]);
     }
   }
 }
@@ -152,6 +185,8 @@ void weight_gradient_tile(const WeightGradient<T>& a) {
 template <typename T>
 void activate(Activation kind, const T* in, T* out, int64_t n) {
   activations::visit(kind, [&](auto a) {
+    // out is in or apart from it.
+#pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) out[i] = a.value(in[i]);
   });
 }
@@ -222,6 +257,7 @@ double slope(Activation kind, const T* y, T* dy, int64_t n, const Slope<T>& s,
     const T base = s.base;
     const T factor = s.slope;
     const T mean = s.mean;
+#pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       dy[i] = (base + factor * (a.value(y[i]) - mean)) * a.derivative(y[i]);
     }
@@ -293,6 +329,7 @@ void column_slope(Activation kind, const T* y, T* dy, int64_t rows, int64_t peri
     for (int64_t r = 0; r < rows; ++r) {
       const T* in = y + r * period;
       T* out = dy + r * period;
+#pragma GCC ivdep
       for (int64_t l = 0; l < period; ++l) {
         out[l] = (base[l] + slope[l] * (a.value(in[l]) - mean[l])) * a.derivative(in[l]);
       }
@@ -317,11 +354,11 @@ Kernels<T> make_kernels() {
     k.weight_gradient[2] = weight_gradient_tile<T, 2, 8>;
     k.weight_gradient[4] = weight_gradient_tile<T, 4, 6>;
   } else {
-    k.conv[2] = conv_range<T, 2, 5>;
+    k.conv[2] = conv_range<T, 2, 4>;
     k.conv[3] = conv_range<T, 3, 3>;
     k.conv[4] = conv_range<T, 4, 3>;
     k.weight_gradient[1] = weight_gradient_tile<T, 1, 8>;
-    k.weight_gradient[2] = weight_gradient_tile<T, 2, 5>;
+    k.weight_gradient[2] = weight_gradient_tile<T, 2, 4>;
     k.weight_gradient[4] = weight_gradient_tile<T, 4, 2>;
   }
   k.activate = activate<T>;

@@ -1,6 +1,5 @@
 // Host side of _act_moments_out.
 #include "cuda/activation_moments.cuh"
-
 #include "cuda/common/launch.cuh"
 
 namespace convnormpool {
@@ -100,15 +99,15 @@ void act_moments_out(Tensor y, int64_t activation, Tensor mean, Tensor m2,
     check_statistics(*workspace, "workspace", workspace->numel(), statistics, y);
   }
   const DeviceScope scope(y);
-  const MomentsCall call = {
-      y, layout, act_moments_partition(layout.K, layout.positions, layout.channels_last),
-      scope.stream()};
+  const MomentsCall call = {y, layout,
+                            act_moments_partition(layout.K, layout.positions, layout.channels_last),
+                            scope.stream()};
   dispatch_storage(dtype, [&](auto tag) {
     using T = decltype(tag);
     using S = statistics_t<T>;
-    S* pairs = needed > 0 ? static_cast<S*>(workspace->data_ptr()) : nullptr;
+    S* entries = needed > 0 ? static_cast<S*>(workspace->data_ptr()) : nullptr;
     const MomentsOut<S> out = {static_cast<S*>(mean.data_ptr()), static_cast<S*>(m2.data_ptr()),
-                               pairs};
+                               entries};
     dispatch_activation(activation, [&](auto fn) { launch<T>(call, fn, out); });
   });
 }

@@ -27,7 +27,8 @@ namespace convnormpool {
 //             ... A batch's sixteen coalesced loads in flight are enough to fill the memory system.
 enum class RowAccess : int32_t { kWide, kNarrow, kStrided };
 
-// Where the moments of a (row, piece) go: to the outputs, or as a pair to the workspace.
+// Where the moments of a (row, piece) go: to the outputs, or to the workspace, there with the mean
+// still in two parts (pivot, mean about it), since a piece's rounded mean would cost digits of M2.
 template <typename S>
 struct MomentsOut {
   S* mean;
@@ -35,15 +36,15 @@ struct MomentsOut {
   S* workspace;
 
   __device__ __forceinline__ void store(int64_t row, const ActMomentsPartition& partition,
-                                        int64_t piece, S count, S mean_value, S m2_value) const {
-    const S value = count > S(0) ? mean_value : S(NAN);
+                                        int64_t piece, const Moments<S>& moments) const {
     if (partition.pieces == 1) {
-      mean[row] = value;
-      m2[row] = m2_value;
+      mean[row] = moments.count > S(0) ? moments.pivot + moments.mean : S(NAN);
+      m2[row] = moments.m2;
     } else {
-      const int64_t pair = 2 * (row * partition.pieces + piece);
-      workspace[pair] = value;
-      workspace[pair + 1] = m2_value;
+      S* entry = workspace + kPieceValues * (row * partition.pieces + piece);
+      entry[0] = moments.pivot;
+      entry[1] = moments.mean;
+      entry[2] = moments.m2;
     }
   }
 };
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(kMomentsThreads)
   lanes_join(moments, 1 << lanes_log2);
   if (lane == 0 && active) {
     const ActMomentsPartition whole = {1, positions};
-    out.store(row, whole, 0, moments.count, moments.pivot + moments.mean, moments.m2);
+    out.store(row, whole, 0, moments);
   }
 }
 
@@ -229,15 +230,15 @@ __global__ void __launch_bounds__(kMomentsThreads)
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * partition.piece;
   const int64_t left = positions - begin;
   const int count = static_cast<int>(left < partition.piece ? left : partition.piece);
-  Moments<S> moments = row_moments<16>(y + row * positions + begin, count, access,
-                                                       thread, FixedLanes<kLog2>{}, fn);
+  Moments<S> moments =
+      row_moments<16>(y + row * positions + begin, count, access, thread, FixedLanes<kLog2>{}, fn);
   lanes_join(moments, kWarpThreads);
   if (thread % kWarpThreads == 0) warp_moments[thread / kWarpThreads] = moments;
   __syncthreads();
   if (thread == 0) {
 #pragma unroll
     for (int warp = 1; warp < kWarps; ++warp) join(moments, warp_moments[warp]);
-    out.store(row, partition, blockIdx.x, moments.count, moments.pivot + moments.mean, moments.m2);
+    out.store(row, partition, blockIdx.x, moments);
   }
 }
 
@@ -354,8 +355,8 @@ __global__ void __launch_bounds__(kMomentsThreads, sizeof(T) == 8 ? 1 : 5)
   if (active && row == 0) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      out.store(sample * channels + channel + v, partition, piece, count, pivot[v] + mean[v],
-                m2[v]);
+      out.store(sample * channels + channel + v, partition, piece,
+                Moments<S>{pivot[v], count, mean[v], m2[v]});
     }
   }
 }
@@ -374,20 +375,22 @@ __global__ void __launch_bounds__(kMomentsThreads)
       ((static_cast<int64_t>(blockIdx.x) * kMomentsThreads) >> lanes_log2) + (thread >> lanes_log2);
   const bool active = row < rows;
   const int pieces = active ? static_cast<int>(partition.pieces) : 0;
-  const S* pairs = workspace + (active ? 2 * row * partition.pieces : 0);
+  const S* entries = workspace + (active ? kPieceValues * row * partition.pieces : 0);
   const auto count = [&](int piece) {
     const int64_t left = positions - piece * partition.piece;
     return static_cast<double>(left < partition.piece ? left : partition.piece);
   };
+  const auto piece_mean = [&](int piece) {
+    const S* entry = entries + kPieceValues * piece;
+    return static_cast<double>(entry[0]) + static_cast<double>(entry[1]);
+  };
   double sum = 0;
-  for (int piece = lane; piece < pieces; piece += lanes) {
-    sum += count(piece) * static_cast<double>(pairs[2 * piece]);
-  }
+  for (int piece = lane; piece < pieces; piece += lanes) sum += count(piece) * piece_mean(piece);
   const double row_mean = lanes_sum(sum, lanes) / static_cast<double>(positions);
   double squares = 0;
   for (int piece = lane; piece < pieces; piece += lanes) {
-    const double d = static_cast<double>(pairs[2 * piece]) - row_mean;
-    squares += static_cast<double>(pairs[2 * piece + 1]) + count(piece) * d * d;
+    const double d = piece_mean(piece) - row_mean;
+    squares += static_cast<double>(entries[kPieceValues * piece + 2]) + count(piece) * d * d;
   }
   squares = lanes_sum(squares, lanes);
   if (lane == 0 && active) {

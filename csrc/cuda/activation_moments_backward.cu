@@ -1,6 +1,5 @@
 // Host side of _act_moments_backward_out.
 #include "cuda/activation_moments_backward.cuh"
-
 #include "cuda/common/launch.cuh"
 
 namespace convnormpool {
@@ -76,7 +75,8 @@ void act_moments_backward_out(Tensor y, Tensor mean, Tensor grad_mean, Tensor gr
                                         dy_dtype == statistics,
                                         static_cast<const S*>(mean.data_ptr()),
                                         static_cast<const S*>(grad_mean.data_ptr()),
-                                        static_cast<const S*>(grad_m2.data_ptr())};
+                                        static_cast<const S*>(grad_m2.data_ptr()),
+                                        S(1) / static_cast<S>(layout.positions)};
     dispatch_activation(activation, [&](auto fn) {
       if (!layout.channels_last) return launch_rows(call, tensors, fn);
       const ChannelTile tile = channel_tile(layout.K);

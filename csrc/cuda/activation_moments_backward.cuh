@@ -42,8 +42,10 @@ struct GradientTensors {
   const S* grad_mean;
   const S* grad_m2;
 
-  __device__ __forceinline__ RowGradient<S> row(int64_t index, S positions) const {
-    return {mean[index], grad_mean[index] / positions, S(2) * grad_m2[index]};
+  S inverse_positions;
+
+  __device__ __forceinline__ RowGradient<S> row(int64_t index) const {
+    return {mean[index], grad_mean[index] * inverse_positions, S(2) * grad_m2[index]};
   }
 
   // kCount neighbours from `index` on, by one access if `vector`.
@@ -101,9 +103,9 @@ __device__ __forceinline__ void backward_batch(const GradientTensors<T>& tensors
 }
 
 // Channels-first rows, each by 2^lanes_log2 threads, cut into pieces of kBackwardPiece for a whole
-// block; grid (pieces, groups of rows). A row begins where it begins: `vectors` says that y and dy are
-// aligned to 16 bytes, and then each piece takes single elements up to the first aligned vector,
-// vectors, and single elements again.
+// block; grid (pieces, groups of rows). A row begins where it begins: `vectors` says that y and dy
+// are aligned to 16 bytes, and then each piece takes single elements up to the first aligned
+// vector, vectors, and single elements again.
 template <typename T, typename Fn>
 __global__ void __launch_bounds__(kBackwardThreads)
     activation_moments_backward_rows_kernel(GradientTensors<T> tensors, int64_t rows,
@@ -111,16 +113,15 @@ __global__ void __launch_bounds__(kBackwardThreads)
                                             Fn fn) {
   using S = statistics_t<T>;
   constexpr int kVector = kVectorBytes / sizeof(T);
-  constexpr int kUnroll = sizeof(T) == 2 ? 2 : 4;
+  constexpr int kUnroll = sizeof(T) == 4 ? 4 : 2;
   const int lanes = 1 << lanes_log2;
   const int lane = threadIdx.x & (lanes - 1);
-  const int64_t row =
-      ((grid_row() * kBackwardThreads) >> lanes_log2) + (threadIdx.x >> lanes_log2);
+  const int64_t row = ((grid_row() * kBackwardThreads) >> lanes_log2) + (threadIdx.x >> lanes_log2);
   if (row >= rows) return;
   const int64_t begin = row * positions + blockIdx.x * kBackwardPiece;
   const int64_t left = positions - blockIdx.x * kBackwardPiece;
   const int count = static_cast<int>(left < kBackwardPiece ? left : kBackwardPiece);
-  const RowGradient<S> row_gradient = tensors.row(row, static_cast<S>(positions));
+  const RowGradient<S> row_gradient = tensors.row(row);
   const auto gradient = [&](const auto& a, S x, int) { return row_gradient(a, x); };
 
   int head = static_cast<int>((kVector - begin % kVector) % kVector);
@@ -132,9 +133,10 @@ __global__ void __launch_bounds__(kBackwardThreads)
       return vector < body ? begin + head + static_cast<int64_t>(vector) * kVector : -1;
     });
   }
-  // The elements before and behind the vectors, or all of them.
+  // The elements before and behind the vectors, or all of them; by the last threads first, which
+  // have the fewest vectors.
   const int single = count - body * kVector;
-  for (int first = lane; first < single; first += lanes * 4) {
+  for (int first = lanes - 1 - lane; first < single; first += lanes * 4) {
     backward_batch<1, 4>(tensors, false, fn, gradient, [&](int u) {
       const int index = first + u * lanes;
       if (index >= single) return int64_t{-1};
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(kMomentsThreads)
                                                 ChannelTile tile, int positions_each, bool vectors,
                                                 Fn fn) {
   using S = statistics_t<T>;
-  constexpr int kUnroll = kVector == 1 ? 8 : 4;
+  constexpr int kUnroll = kVector == 1 ? 32 / sizeof(T) : 4;
   static_assert(kVector == 1 || kVector == kActivationChunk, "a chunk's index is the channel's");
   const int64_t sample = grid_row();
   const unsigned tiles = static_cast<unsigned>(tile.tiles);
@@ -164,7 +166,7 @@ __global__ void __launch_bounds__(kMomentsThreads)
   RowGradient<S> gradients[kVector];
 #pragma unroll
   for (int v = 0; v < kVector; ++v) {
-    gradients[v] = tensors.row(sample * channels + channel + v, static_cast<S>(positions));
+    gradients[v] = tensors.row(sample * channels + channel + v);
   }
   const auto gradient = [&](const auto& a, S x, int j) { return gradients[j % kVector](a, x); };
 

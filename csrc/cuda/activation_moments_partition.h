@@ -16,6 +16,8 @@ constexpr int kMomentsThreads = 128;
 constexpr int64_t kWarpRowPositions = 2048;
 // A block takes rows up to this length whole; longer ones are cut.
 constexpr int64_t kBlockRowPositions = 16384;
+// What the workspace holds of a piece: a pivot, the mean about it, M2.
+constexpr int64_t kPieceValues = 3;
 // The last launch merges at most this many pieces of a row.
 constexpr int64_t kMaxPieces = 1024;
 
@@ -64,11 +66,11 @@ inline ActMomentsPartition act_moments_partition(int64_t K, int64_t positions, b
   return {ceil_divide(positions, piece), piece};
 }
 
-// Elements of the statistics type that _act_moments_out needs as workspace: a (mean, M2) for every
+// Elements of the statistics type that _act_moments_out needs as workspace: the moments of every
 // piece of every (sample, channel), or none where a row is one piece.
 inline int64_t act_moments_workspace(int64_t N, int64_t K, int64_t positions, bool channels_last) {
   const int64_t pieces = act_moments_partition(K, positions, channels_last).pieces;
-  return pieces == 1 ? 0 : N * K * pieces * 2;
+  return pieces == 1 ? 0 : N * K * pieces * kPieceValues;
 }
 
 }  // namespace convnormpool

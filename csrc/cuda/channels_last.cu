@@ -1,6 +1,5 @@
 // Host side of _to_channels_last_out.
 #include "cuda/channels_last.cuh"
-
 #include "cuda/common/launch.cuh"
 
 namespace convnormpool {
@@ -26,11 +25,10 @@ void to_channels_last_out(Tensor x, Tensor out) {
   STD_TORCH_CHECK(!layout.channels_last, "x must be contiguous");
   STD_TORCH_CHECK(target.channels_last || layout.K == 1 || layout.positions == 1,
                   "out must be channels-last");
-  STD_TORCH_CHECK(target.N == layout.N && target.K == layout.K &&
-                      target.positions == layout.positions &&
-                      out.scalar_type() == x.scalar_type() &&
-                      out.get_device_index() == x.get_device_index(),
-                  "out must have the sizes, dtype and device of x");
+  STD_TORCH_CHECK(
+      target.N == layout.N && target.K == layout.K && target.positions == layout.positions &&
+          out.scalar_type() == x.scalar_type() && out.get_device_index() == x.get_device_index(),
+      "out must have the sizes, dtype and device of x");
   if (layout.N * layout.K * layout.positions == 0) return;
   const DeviceScope scope(x);
   const cudaStream_t stream = scope.stream();

@@ -96,8 +96,8 @@ __device__ __forceinline__ void read_tile(const T* x, int64_t positions, const T
   }
 }
 
-// Writes the tile: `rows` channels of each of `columns` positions, kUnit neighbours of the output at
-// a time; where rows is C these may go on into the next position.
+// Writes the tile: `rows` channels of each of `columns` positions, kUnit neighbours of the output
+// at a time; where rows is C these may go on into the next position.
 template <int kUnit, typename T>
 __device__ __forceinline__ void write_tile(T* out, int64_t C, const TransposeTile& tile, int rows,
                                            int columns, const T* shared) {
@@ -131,18 +131,17 @@ __device__ __forceinline__ void write_tile(T* out, int64_t C, const TransposeTil
 // written is aligned and whole.
 template <int kSize>
 __global__ void __launch_bounds__(kTransposeThreads)
-    to_channels_last_kernel(const void* x, void* out, int64_t samples, int64_t C,
-                            int64_t positions, TransposeTile tile, bool wide_in, bool wide_out) {
+    to_channels_last_kernel(const void* x, void* out, int64_t samples, int64_t C, int64_t positions,
+                            TransposeTile tile, bool wide_in, bool wide_out) {
   using T = typename Element<kSize>::Type;
   constexpr int kUnit = kSize < kTransposeUnitBytes ? kTransposeUnitBytes / kSize : 1;
-  __shared__ __align__(16) T shared[(kTransposeTileBytes + kTransposeTilePadding) /
-                                    (kSize < 4 ? 4 : kSize)];
+  __shared__ __align__(16)
+      T shared[(kTransposeTileBytes + kTransposeTilePadding) / (kSize < 4 ? 4 : kSize)];
   const int64_t sample = grid_row();
   if (sample >= samples) return;
   const unsigned position_tiles = static_cast<unsigned>(tile.position_tiles);
   const int64_t channel = static_cast<int64_t>(blockIdx.x / position_tiles) * tile.channels;
-  const int64_t position = static_cast<int64_t>(blockIdx.x % position_tiles)
-                           << tile.positions_log2;
+  const int64_t position = static_cast<int64_t>(blockIdx.x % position_tiles) << tile.positions_log2;
   const int rows = static_cast<int>(C - channel < tile.channels ? C - channel : tile.channels);
   const int64_t left = positions - position;
   const int columns =

@@ -19,7 +19,7 @@
 // P mod 4 last rows of several samples. Its input planes flow through a ring of stages.
 //
 // Launch: grid (blocks, channel tiles of 16), block Config::kThreads, dynamic shared memory
-// window_shared_bytes<Config>(params); one block per SM, so blocks = number of SMs is best. Any grid
+// wgmma_shared_bytes<Config>(params); one block per SM, so blocks = number of SMs is best. Any grid
 // gives the same bits: items are independent, and what they are depends on the problem alone.
 #pragma once
 
@@ -34,37 +34,36 @@
 namespace convnormpool {
 
 // kSplit: float32 as two float16 halves and three products; x scaled per sample, w per channel.
-enum class WindowOperand { kTf32, kHalf, kBfloat16, kSplit };
+enum class WgmmaOperand { kTf32, kFloat16, kBFloat16, kSplit };
 
 // kTensor: the tensor copy engine; needs rows of x whose bytes are a multiple of 16 and an aligned
 // base. kElements: anything else, element by element.
-enum class WindowLoads { kTensor, kElements };
+enum class WgmmaLoads { kTensor, kElements };
 
-// How tensor cores stay busy while a warpgroup finishes a plane. kFree: by the other warpgroups, in
-// whatever order they come. kOrdered: by the other warpgroups, which issue in turn. kTiles: also by
-// its own other tile; the two tiles' wgmmas are separate groups.
-enum class WindowOverlap { kFree, kOrdered, kTiles };
+// The tensor cores stay busy by the other warpgroups while one finishes a plane. kFree: in whatever
+// order they come. kOrdered: they issue in turn, so that they cannot all finish at the same time.
+enum class WgmmaOverlap { kFree, kOrdered };
 
-template <WindowOperand kOperand_, int kC_, int kT_, int kR_, int kS_,
-          WindowLoads kLoads_ = WindowLoads::kTensor,
-          WindowOverlap kOverlap_ = WindowOverlap::kOrdered, int kWarpgroups_ = 3,
+template <WgmmaOperand kOperand_, int kC_, int kT_, int kR_, int kS_,
+          WgmmaLoads kLoads_ = WgmmaLoads::kTensor,
+          WgmmaOverlap kOverlap_ = WgmmaOverlap::kOrdered, int kWarpgroups_ = 3,
           int kStages_ = 4>
-struct WindowConfig {
-  static constexpr WindowOperand kOperand = kOperand_;
+struct WgmmaConfig {
+  static constexpr WgmmaOperand kOperand = kOperand_;
   static constexpr int kC = kC_, kT = kT_, kR = kR_, kS = kS_;
-  static constexpr WindowLoads kLoads = kLoads_;
-  static constexpr WindowOverlap kOverlap = kOverlap_;
+  static constexpr WgmmaLoads kLoads = kLoads_;
+  static constexpr WgmmaOverlap kOverlap = kOverlap_;
   static constexpr int kWarpgroups = kWarpgroups_, kStages = kStages_;
   static constexpr int kThreads = 128 * kWarpgroups;
   static_assert(kT >= 1 && kT <= 4, "N = 16 T of at most 64: two tiles of accumulators in registers");
   static_assert(kR >= 1 && kR <= 4 && kS >= 1 && kS <= 4, "four lanes stand for kh, four slots for kw");
   static_assert(kC >= 1 && kC <= 4, "fragments of all channels of a plane in registers");
 
-  static constexpr bool kSplit = kOperand == WindowOperand::kSplit;
-  static constexpr bool kTf32 = kOperand == WindowOperand::kTf32;
+  static constexpr bool kSplit = kOperand == WgmmaOperand::kSplit;
+  static constexpr bool kTf32 = kOperand == WgmmaOperand::kTf32;
   static constexpr bool kFloat = kTf32 || kSplit;
   static constexpr WgmmaType kType = kTf32                                  ? WgmmaType::kTf32
-                                     : kOperand == WindowOperand::kBfloat16 ? WgmmaType::kBf16
+                                     : kOperand == WgmmaOperand::kBFloat16 ? WgmmaType::kBf16
                                                                             : WgmmaType::kF16;
   static constexpr int kElementBytes = kFloat ? 4 : 2;
   // Elements of a staged row: 35 are needed. The pitch keeps window loads free of bank conflicts.
@@ -79,17 +78,22 @@ struct WindowConfig {
   static constexpr int kStepBytes = 2 * kDepthBytes;
   static constexpr int kWeightBytes = kSteps * kStepBytes;
 
+  // Named barriers, one for each warpgroup: its turn to issue, and its own four warps.
+  static constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kWarpgroups;
+  // Shared memory.
   static constexpr int kBarrierOffset = 0;
   static constexpr int kExponentOffset = 256;
-  static constexpr int kZeroOffset = 384;
-  static constexpr int kWeightOffset = 640;
+  static constexpr int kCursorOffset = 320;
+  static constexpr int kZeroOffset = 512;
+  static constexpr int kWeightOffset = 768;
   static constexpr int kStageOffset = kWeightOffset + kWeightBytes;
   static_assert(kWarpgroups * kStages * 8 <= kExponentOffset, "barriers");
+  static_assert(kWarpgroups * 40 <= kZeroOffset - kCursorOffset, "cursors");
   static_assert(kPitch <= kWeightOffset - kZeroOffset, "a row of zeros");
   static_assert(kStageOffset % 128 == 0, "destinations of tensor copies");
 };
 
-struct WindowParams {
+struct WgmmaParams {
   const void* x;         // (N, C, D, H, W) contiguous
   const void* w;         // (K, C, T, R, S) contiguous
   const void* b;         // (K,) or null
@@ -105,17 +109,17 @@ struct WindowParams {
   int stage_bytes;
 };
 
-inline int window_pieces(const WindowParams& p) { return p.P * p.column_tiles; }
+inline int wgmma_pieces(const WgmmaParams& p) { return p.P * p.column_tiles; }
 
 template <class Config>
-size_t window_shared_bytes(const WindowParams& p) {
+size_t wgmma_shared_bytes(const WgmmaParams& p) {
   return Config::kStageOffset + size_t(Config::kWarpgroups) * Config::kStages * p.stage_bytes;
 }
 
 // The parameters that follow from the problem; the pointers are left null.
 template <class Config>
-WindowParams window_params(const Problem& problem) {
-  WindowParams p{};
+WgmmaParams wgmma_params(const Problem& problem) {
+  WgmmaParams p{};
   p.N = int(problem.N), p.D = int(problem.D), p.H = int(problem.H), p.W = int(problem.W);
   p.K = int(problem.K), p.Z = int(problem.Z()), p.P = int(problem.P()), p.Q = int(problem.Q());
   for (int i = 0; i < 3; ++i) p.padding[i] = int(problem.padding[i]);
@@ -135,7 +139,7 @@ WindowParams window_params(const Problem& problem) {
 
 // The box of a tensor copy, fastest axis first: all channels of one plane, the rows of an item.
 template <class Config>
-void window_box(const WindowParams& p, bool rest, uint32_t (&box)[5]) {
+void wgmma_box(const WgmmaParams& p, bool rest, uint32_t (&box)[5]) {
   box[0] = Config::kColumns;
   box[1] = uint32_t((rest ? p.rest : 4) + Config::kR - 1);
   box[2] = 1;
@@ -144,15 +148,15 @@ void window_box(const WindowParams& p, bool rest, uint32_t (&box)[5]) {
 }
 
 // Four output rows: `rows` of each of 4 / rows samples from n on.
-struct WindowItem {
+struct WgmmaItem {
   int n, row, rows, column;
 };
 
-__device__ __forceinline__ WindowItem window_item(const WindowParams& p, int index) {
+__device__ __forceinline__ WgmmaItem wgmma_item(const WgmmaParams& p, int index) {
   const int per_group = p.column_tiles * (p.rest_samples * p.quads + (p.rest != 0));
   const int group = index / per_group;
   int i = index - group * per_group;
-  WindowItem item;
+  WgmmaItem item;
   item.n = group * p.rest_samples;
   const int samples = p.N - item.n < p.rest_samples ? p.N - item.n : p.rest_samples;
   const int per_sample = p.column_tiles * p.quads;
@@ -172,7 +176,7 @@ __device__ __forceinline__ WindowItem window_item(const WindowParams& p, int ind
 
 // The bytes of one sample's box in a stage.
 template <class Config>
-__device__ __forceinline__ int window_box_bytes(int rows) {
+__device__ __forceinline__ int wgmma_box_bytes(int rows) {
   const int bytes = Config::kC * (rows + Config::kR - 1) * Config::kPitch;
   return rows == 4 ? bytes : (bytes + 127) / 128 * 128;
 }
@@ -180,7 +184,7 @@ __device__ __forceinline__ int window_box_bytes(int rows) {
 // Which block of four columns row g of a tile stands for. With the pitch of a float row, lanes of
 // one phase of a 16-byte load (two g, four rows) meet eight different groups of four banks.
 template <class Config>
-__device__ __forceinline__ int window_block(int g) {
+__device__ __forceinline__ int wgmma_block(int g) {
   return Config::kFloat ? g / 2 + g % 2 * 4 : g;
 }
 
@@ -198,10 +202,10 @@ __device__ __forceinline__ float power_of_two(int exponent) {
 }
 
 template <class Config>
-__device__ __forceinline__ float window_weight(const void* w, size_t i) {
+__device__ __forceinline__ float wgmma_weight(const void* w, size_t i) {
   if constexpr (Config::kFloat) {
     return static_cast<const float*>(w)[i];
-  } else if constexpr (Config::kOperand == WindowOperand::kHalf) {
+  } else if constexpr (Config::kOperand == WgmmaOperand::kFloat16) {
     return __half2float(static_cast<const __half*>(w)[i]);
   } else {
     return __bfloat162float(static_cast<const __nv_bfloat16*>(w)[i]);
@@ -210,7 +214,7 @@ __device__ __forceinline__ float window_weight(const void* w, size_t i) {
 
 // Writes the B operand of channels first .. first + 15; zeros where there is no tap or channel.
 template <class Config>
-__device__ void stage_weights(const WindowParams& p, int first, unsigned char* shared) {
+__device__ void stage_weights(const WgmmaParams& p, int first, unsigned char* shared) {
   constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
   if constexpr (Config::kSplit) {
@@ -240,7 +244,7 @@ __device__ void stage_weights(const WindowParams& p, int first, unsigned char* s
     float value = 0.f;
     if (kh < Config::kR && kw < Config::kS && first + k < p.K) {
       const int tap = ((ci * Config::kT + kd) * Config::kR + kh) * Config::kS + kw;
-      value = window_weight<Config>(p.w, size_t(first + k) * kTaps + tap);
+      value = wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + tap);
     }
     const int byte = slot * Config::kElementBytes / (Config::kSplit ? 2 : 1);
     unsigned char* to = shared + Config::kWeightOffset + step * Config::kStepBytes +
@@ -248,9 +252,9 @@ __device__ void stage_weights(const WindowParams& p, int first, unsigned char* s
                         byte % 16;
     if constexpr (Config::kTf32) {
       *reinterpret_cast<uint32_t*>(to) = round_tf32(__float_as_uint(value));
-    } else if constexpr (Config::kOperand == WindowOperand::kBfloat16) {
+    } else if constexpr (Config::kOperand == WgmmaOperand::kBFloat16) {
       *reinterpret_cast<__nv_bfloat16*>(to) = __float2bfloat16_rn(value);
-    } else if constexpr (Config::kOperand == WindowOperand::kHalf) {
+    } else if constexpr (Config::kOperand == WgmmaOperand::kFloat16) {
       *reinterpret_cast<__half*>(to) = __float2half_rn(value);
     } else {
       const float scaled = value * power_of_two(exponents[k]);
@@ -264,85 +268,117 @@ __device__ void stage_weights(const WindowParams& p, int first, unsigned char* s
 
 // ---- planes into stages
 
-// The ring of one warpgroup. All its threads hold the same copy; `fill` is called by all of them.
+// What a ring copies next. It stands in shared memory, used by one thread: registers are short.
+struct WgmmaCursor {
+  int stage, item, plane;
+  int n, h, w;       // of the box
+  int samples, box_bytes, copied_bytes;
+  int rest;
+};
+
+// The ring of one warpgroup; `fill` is called by all its threads.
 template <class Config>
-struct WindowRing {
-  const WindowParams& p;
+struct WgmmaRing {
+  static constexpr bool kTensor = Config::kLoads == WgmmaLoads::kTensor;
+
+  const WgmmaParams& p;
   const TensorMap* quad_map;
   const TensorMap* rest_map;
-  uint32_t stages, barriers;  // shared addresses
+  const int barrier;  // of the warpgroup
   unsigned char* stage_pointer;
+  WgmmaCursor* cursor;
+  uint32_t stages, barriers;  // shared addresses
   int planes, end;
-  int fill_stage = 0, fill_item, fill_plane = 0;
-  WindowItem item;
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ WindowRing(const WindowParams& params, const TensorMap* quads,
+  __device__ __forceinline__ WgmmaRing(const WgmmaParams& params, const TensorMap* quads,
                                         const TensorMap* rests, unsigned char* shared, int group,
                                         int first, int last, int plane_count)
-      : p(params), quad_map(quads), rest_map(rests), planes(plane_count), end(last),
-        fill_item(first) {
+      : p(params), quad_map(quads), rest_map(rests), barrier(Config::kGroupBarrier + group),
+        planes(plane_count), end(last) {
     const uint32_t base = shared_address(shared);
     const uint32_t offset =
         uint32_t(Config::kStageOffset + group * Config::kStages * params.stage_bytes);
     stages = base + offset;
     stage_pointer = shared + offset;
     barriers = base + uint32_t(Config::kBarrierOffset + group * Config::kStages * 8);
-    if (fill_item < end) item = window_item(p, fill_item);
+    cursor = reinterpret_cast<WgmmaCursor*>(shared + Config::kCursorOffset) + group;
+    if (threadIdx.x % 128 == 0) {
+      cursor->stage = cursor->plane = 0;
+      cursor->item = first;
+      if (first < last) locate();
+    }
+    barrier_sync(barrier, 128);
+  }
+
+  __device__ __forceinline__ void locate() {
+    const WgmmaItem item = wgmma_item(p, cursor->item);
+    cursor->n = item.n;
+    cursor->h = item.row - p.padding[1];
+    cursor->w = item.column * 32 - p.padding[2];
+    cursor->samples = 4 / item.rows;
+    cursor->box_bytes = wgmma_box_bytes<Config>(item.rows);
+    cursor->copied_bytes =
+        cursor->samples * Config::kC * (item.rows + Config::kR - 1) * Config::kPitch;
+    cursor->rest = item.rows != 4;
+  }
+
+  __device__ __forceinline__ void advance() {
+    cursor->stage = cursor->stage + 1 == Config::kStages ? 0 : cursor->stage + 1;
+    if (++cursor->plane == planes) {
+      cursor->plane = 0;
+      cursor->item += Config::kWarpgroups;
+      if (cursor->item < end) locate();
+    }
   }
 
   // Starts the copy of the next plane, if there is one, into the stage that was read longest ago.
   __device__ __forceinline__ void fill() {
-    if constexpr (Config::kLoads == WindowLoads::kTensor) {
-      if (threadIdx.x % 128 == 0) fill_tensor();
+    if constexpr (kTensor) {
+      if (threadIdx.x % 128 == 0 && cursor->item < end) {
+        fill_tensor();
+        advance();
+      }
       __syncwarp();
     } else {
-      if (fill_item < end) fill_elements();
+      if (cursor->item < end) fill_elements();
       cp_async_commit();
-      advance();
-    }
-  }
-
-  __device__ __forceinline__ void advance() {
-    fill_stage = fill_stage + 1 == Config::kStages ? 0 : fill_stage + 1;
-    if (++fill_plane == planes) {
-      fill_plane = 0;
-      fill_item += Config::kWarpgroups;
-      if (fill_item < end) item = window_item(p, fill_item);
+      barrier_sync(barrier, 128);
+      if (threadIdx.x % 128 == 0 && cursor->item < end) advance();
+      barrier_sync(barrier, 128);
     }
   }
 
   __device__ __forceinline__ void fill_tensor() {
-    if (fill_item >= end) return;
-    const int bytes = window_box_bytes<Config>(item.rows);
-    const int samples = 4 / item.rows;
-    const uint32_t barrier = barriers + uint32_t(fill_stage * 8);
-    const uint32_t to = stages + uint32_t(fill_stage * p.stage_bytes);
-    mbarrier_arrive_expect(
-        barrier, uint32_t(samples * Config::kC * (item.rows + Config::kR - 1) * Config::kPitch));
-    const TensorMap* map = item.rows == 4 ? quad_map : rest_map;
-    for (int s = 0; s < samples; ++s) {
-      tensor_copy(to + uint32_t(s * bytes), map, barrier, item.column * 32 - p.padding[2],
-                  item.row - p.padding[1], fill_plane - p.padding[0], 0, item.n + s);
+    const WgmmaCursor c = *cursor;
+    const uint32_t full = barriers + uint32_t(c.stage * 8);
+    const TensorMap* map = c.rest ? rest_map : quad_map;
+    const int d = c.plane - p.padding[0];
+    uint32_t to = stages + uint32_t(c.stage * p.stage_bytes);
+    mbarrier_arrive_expect(full, uint32_t(c.copied_bytes));
+    tensor_copy(to, map, full, c.w, c.h, d, 0, c.n);
+#pragma unroll 1
+    for (int s = 1; s < c.samples; ++s) {
+      to += uint32_t(c.box_bytes);
+      tensor_copy(to, map, full, c.w, c.h, d, 0, c.n + s);
     }
-    advance();
   }
 
   // Lanes along a row of the box, the warps deal its rows.
   __device__ __forceinline__ void fill_elements() {
-    const int rows = item.rows + Config::kR - 1;
-    const int bytes = window_box_bytes<Config>(item.rows);
-    const int lane = int(threadIdx.x) % 32, d = fill_plane - p.padding[0];
-    for (int r = int(threadIdx.x) % 128 / 32; r < 4 / item.rows * Config::kC * rows; r += 4) {
+    const WgmmaCursor c = *cursor;
+    const int rows = c.copied_bytes / (c.samples * Config::kC * Config::kPitch);
+    const int lane = int(threadIdx.x) % 32, d = c.plane - p.padding[0];
+    for (int r = int(threadIdx.x) % 128 / 32; r < c.samples * Config::kC * rows; r += 4) {
       const int s = r / (Config::kC * rows), ci = r / rows % Config::kC;
-      const int n = item.n + s, h = item.row + r % rows - p.padding[1];
+      const int n = c.n + s, h = c.h + r % rows;
       const bool inside = n < p.N && d >= 0 && d < p.D && h >= 0 && h < p.H;
       const int64_t from = (((int64_t(n) * Config::kC + ci) * p.D + d) * p.H + h) * p.W;
-      unsigned char* to = stage_pointer + fill_stage * p.stage_bytes + s * bytes +
+      unsigned char* to = stage_pointer + c.stage * p.stage_bytes + s * c.box_bytes +
                           (ci * rows + r % rows) * Config::kPitch;
       for (int i = lane; i < 36; i += 32) {
-        const int column = item.column * 32 - p.padding[2] + i;
+        const int column = c.w + i;
         const bool valid = inside && column >= 0 && column < p.W;
         if constexpr (Config::kFloat) {
           const float* x = static_cast<const float*>(p.x);
@@ -356,12 +392,12 @@ struct WindowRing {
   }
 
   // Waits until the current plane is there; its stage is `stage`.
-  __device__ __forceinline__ void wait(int barrier_id) {
-    if constexpr (Config::kLoads == WindowLoads::kTensor) {
+  __device__ __forceinline__ void wait() {
+    if constexpr (Config::kLoads == WgmmaLoads::kTensor) {
       mbarrier_wait(barriers + uint32_t(stage * 8), parity);
     } else {
       cp_async_wait<Config::kStages - 1>();
-      barrier_sync(barrier_id, 128);
+      barrier_sync(barrier, 128);
     }
   }
 
@@ -378,12 +414,11 @@ struct WindowRing {
 // ---- one thread's windows, fragments and sums
 
 template <class Config, class Act>
-struct WindowSweep {
+struct WgmmaSweep {
   static constexpr int kT = Config::kT, kC = Config::kC, kS = Config::kS;
-  static constexpr bool kTiles = Config::kOverlap == WindowOverlap::kTiles;
-  static constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + Config::kWarpgroups;
+  static constexpr bool kOrdered = Config::kOverlap == WgmmaOverlap::kOrdered;
 
-  WindowRing<Config>& ring;
+  WgmmaRing<Config>& ring;
   const Act act;
   const int group, warp, lane;
   uint64_t weights;  // descriptor of block 0 of step 0
@@ -399,19 +434,19 @@ struct WindowSweep {
   uint32_t address, channel_bytes;
   int valid_columns, first_column;
 
-  __device__ __forceinline__ WindowSweep(WindowRing<Config>& r, const Act& activation, int g,
+  __device__ __forceinline__ WgmmaSweep(WgmmaRing<Config>& r, const Act& activation, int g,
                                          uint32_t shared)
       : ring(r), act(activation), group(g), warp(int(threadIdx.x) % 128 / 32),
         lane(int(threadIdx.x) % 32),
         weights(wgmma_descriptor(shared + Config::kWeightOffset, Config::kDepthBytes, 128)),
         zeros(shared + Config::kZeroOffset) {}
 
-  __device__ __forceinline__ void begin(const WindowItem& item) {
-    const WindowParams& p = ring.p;
+  __device__ __forceinline__ void begin(const WgmmaItem& item) {
+    const WgmmaParams& p = ring.p;
     const int in_item = item.rows == 3 && warp == 3 ? 0 : warp;
     const int rows = item.rows + Config::kR - 1;
-    const int block = window_block<Config>(lane / 4);
-    address = ring.stages + uint32_t(in_item / item.rows * window_box_bytes<Config>(item.rows) +
+    const int block = wgmma_block<Config>(lane / 4);
+    address = ring.stages + uint32_t(in_item / item.rows * wgmma_box_bytes<Config>(item.rows) +
                                      (in_item % item.rows + lane % 4) * Config::kPitch +
                                      block * 4 * Config::kElementBytes);
     channel_bytes = uint32_t(rows * Config::kPitch);
@@ -544,105 +579,74 @@ struct WindowSweep {
     if (counted) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (2 * kTile + half < valid_columns) {
+        float shifted[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float y = output(acc[kTile][8 * kSlot + i / 2 * 4 + half * 2 + i % 2], i);
-            const float shifted = act.value(y) - pivot[i];
-            sum[i] += shifted;
-            square[i] = fmaf(shifted, shifted, square[i]);
-          }
+        for (int i = 0; i < 4; ++i) {
+          const float y = output(acc[kTile][8 * kSlot + i / 2 * 4 + half * 2 + i % 2], i);
+          shifted[i] = act.value(y) - pivot[i];
         }
+        add_moments_if(sum, square, shifted, 2 * kTile + half, valid_columns);
       }
     }
+    clear<kTile, kSlot>();
+  }
+
+  template <int kTile, int kSlot>
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       set_accumulator(acc[kTile][8 * kSlot + i], reset[i / 4 * 2 + i % 2]);
     }
   }
 
-  // Every warp of the warpgroup has read its windows of this plane: the stage may be filled again.
+  // Waits until every warp of the warpgroup has read its windows of this plane, so that the stage
+  // may be filled again, and where warpgroups take turns until it is this one's turn to issue.
   __device__ __forceinline__ void release() {
-    if constexpr (Config::kOverlap == WindowOverlap::kOrdered) {
+    if constexpr (kOrdered) {
       take_turn();
     } else {
-      barrier_sync(kGroupBarrier + group, 128);
+      barrier_sync(ring.barrier, 128);
     }
-    ring.fill();
   }
 
-  __device__ __forceinline__ void take_turn() { barrier_sync(kTurnBarrier + group, 256); }
+  __device__ __forceinline__ void take_turn() { barrier_sync(Config::kTurnBarrier + group, 256); }
   __device__ __forceinline__ void pass_turn() {
-    if constexpr (Config::kOverlap == WindowOverlap::kOrdered) {
-      barrier_arrive(kTurnBarrier + (group + 1) % Config::kWarpgroups, 256);
+    if constexpr (kOrdered) {
+      barrier_arrive(Config::kTurnBarrier + (group + 1) % Config::kWarpgroups, 256);
     }
   }
 
   __device__ __forceinline__ void next_window() {
-    ring.wait(kGroupBarrier + group);
+    ring.wait();
     load_window();
   }
 
   // Plane p = kPhase mod T into slots 0 .. kCount - 1. z = p - T + 1 is the output plane
   // that it finishes, if kFinish; kLast: of the item. On entry and, unless kLast, on return the
-  // plane's windows are in `window` (kTiles) or its fragments in `a`.
+  // plane's fragments are in `a`.
   template <int kPhase, int kCount, bool kFinish, bool kEnd>
   __device__ __forceinline__ void plane(int z, bool more) {
     constexpr int kSlot = (kPhase + 1) % kT;
     const bool counted = !kEnd || z < ring.p.Z;
-    if constexpr (kTiles) {
-      if constexpr (Config::kSplit) split_window();
-      build<0>();
-      release();
-      pin_fragments(a[0]);
-      wgmma_fence();
-      multiply<0, kPhase, kCount>();
-      wgmma_commit();
-      if constexpr (kFinish) {
-        wgmma_wait<1>();
-        pin_accumulators(acc[1]);
-        if (z > 0) finish<1, kPhase>(!kEnd || z - 1 < ring.p.Z);
-      } else if constexpr (kPhase > 0) {
-        wgmma_wait<1>();
-        pin_accumulators(acc[1]);
-      }
-      build<1>();
-      pin_fragments(a[1]);
-      wgmma_fence();
-      multiply<1, kPhase, kCount>();
-      wgmma_commit();
-      wgmma_wait<1>();
-      pin_accumulators(acc[0]);
-      if (more) next_window();
-      if constexpr (kFinish) {
-        if (z == 0) choose_pivot<kSlot>();
-        finish<0, kSlot>(counted);
-      }
-      if (!more) {
-        wgmma_wait<0>();
-        pin_accumulators(acc[1]);
-        if constexpr (kFinish) finish<1, kSlot>(counted);
-      }
-    } else {
-      release();
-      pin_fragments(a[0]);
-      pin_fragments(a[1]);
-      wgmma_fence();
-      multiply<0, kPhase, kCount>();
-      multiply<1, kPhase, kCount>();
-      wgmma_commit();
-      pass_turn();
-      wgmma_wait<0>();
-      pin_accumulators(acc[0]);
-      pin_accumulators(acc[1]);
-      if (more) next_window();
-      if constexpr (kFinish) {
-        if (z == 0) choose_pivot<kSlot>();
-        finish<0, kSlot>(counted);
-        finish<1, kSlot>(counted);
-      }
-      if (more) fragments();
+    release();
+    pin_fragments(a[0]);
+    pin_fragments(a[1]);
+    wgmma_fence();
+    multiply<0, kPhase, kCount>();
+    multiply<1, kPhase, kCount>();
+    wgmma_commit();
+    pass_turn();
+    wgmma_wait<0>();
+    pin_accumulators(acc[0]);
+    pin_accumulators(acc[1]);
+    if (more) next_window();
+    if constexpr (kFinish) {
+      if (z == 0) choose_pivot<kSlot>();
+      finish<0, kSlot>(counted);
+      finish<1, kSlot>(counted);
     }
+    ring.fill();
+    if (more) fragments();
   }
 
   __device__ __forceinline__ void fragments() {
@@ -674,15 +678,42 @@ struct WindowSweep {
     }
   }
 
-  // The planes after the last that overlaps T outputs; kResidue = outputs mod T. Only slots from 0 on
-  // may be a part: ptxas copies all accumulators where a wgmma has others of them.
+  // Plane `index` after the last that overlaps T outputs, where outputs mod T is the residue, has
+  // live slots from tail_low on, cyclic. Its wgmmas cover slots 0 .. tail_width - 1: ptxas copies
+  // all accumulators where one begins at another slot.
+  static constexpr int tail_low(int residue, int index) { return (residue + index + 1) % kT; }
+  static constexpr int tail_width(int residue, int index) {
+    const int end = tail_low(residue, index) + kT - 1 - index;
+    return end < kT ? end : kT;
+  }
+  // Whether such a wgmma adds to a slot without an output.
+  static constexpr bool tail_spoils(int residue, int slot) {
+    for (int i = 0; i < kT - 1; ++i) {
+      const bool live = (slot - tail_low(residue, i) + kT) % kT < kT - 1 - i;
+      if (!live && slot < tail_width(residue, i)) return true;
+    }
+    return false;
+  }
+
   template <int kResidue, int kIndex>
   __device__ __forceinline__ void tail(int z) {
     if constexpr (kIndex < kT - 1) {
-      constexpr int kPhase = (kResidue + kIndex) % kT;
-      constexpr int kLow = (kPhase + 1) % kT, kLive = kT - 1 - kIndex;
-      plane<kPhase, kLow + kLive < kT ? kLow + kLive : kT, true, true>(z, kIndex < kT - 2);
+      plane<(kResidue + kIndex) % kT, tail_width(kResidue, kIndex), true, true>(z,
+                                                                                kIndex < kT - 2);
       tail<kResidue, kIndex + 1>(z + 1);
+    } else {
+      restore<kResidue, 0>();
+    }
+  }
+
+  template <int kResidue, int kSlot>
+  __device__ __forceinline__ void restore() {
+    if constexpr (kSlot < kT) {
+      if constexpr (tail_spoils(kResidue, kSlot)) {
+        clear<0, kSlot>();
+        clear<1, kSlot>();
+      }
+      restore<kResidue, kSlot + 1>();
     }
   }
 
@@ -690,7 +721,7 @@ struct WindowSweep {
   // there were T - 1, from planes of zeros, and not counted.
   __device__ __forceinline__ void sweep(int outputs) {
     next_window();
-    if constexpr (!kTiles) fragments();
+    fragments();
     head<0>();
     int z = 0;
     const int whole = outputs - (kT - 1);
@@ -713,8 +744,8 @@ struct WindowSweep {
   }
 
   // Adds the lanes of a channel and writes its (mean, M2).
-  __device__ __forceinline__ void write(const WindowItem& item, int first_channel) {
-    const WindowParams& p = ring.p;
+  __device__ __forceinline__ void write(const WgmmaItem& item, int first_channel) {
+    const WgmmaParams& p = ring.p;
     const bool upper = (lane & 16) != 0, odd = (lane & 8) != 0;
     float s[2], q[2];
 #pragma unroll
@@ -748,12 +779,12 @@ struct WindowSweep {
 
 template <class Config, class Act>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    conv_activation_moments_wgmma(const WindowParams p, const __grid_constant__ TensorMap quad_map,
+    conv_activation_moments_wgmma(const WgmmaParams p, const __grid_constant__ TensorMap quad_map,
                                   const __grid_constant__ TensorMap rest_map, const Act act) {
   unsigned char* shared = dynamic_shared_memory();
   const uint32_t base = shared_address(shared);
   const int first_channel = int(blockIdx.y) * 16;
-  if (threadIdx.x == 0 && Config::kLoads == WindowLoads::kTensor) {
+  if (threadIdx.x == 0 && Config::kLoads == WgmmaLoads::kTensor) {
     for (int i = 0; i < Config::kWarpgroups * Config::kStages; ++i) {
       mbarrier_init(base + uint32_t(Config::kBarrierOffset + 8 * i), 1);
     }
@@ -770,26 +801,26 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
   const int outputs = p.Z > Config::kT - 1 ? p.Z : Config::kT - 1;
   const int planes = outputs + Config::kT - 1;
-  WindowRing<Config> ring(p, &quad_map, &rest_map, shared, group, first + group, last, planes);
+  WgmmaRing<Config> ring(p, &quad_map, &rest_map, shared, group, first + group, last, planes);
   for (int i = 0; i < Config::kStages; ++i) ring.fill();
 
-  WindowSweep<Config, Act> sweep(ring, act, group, base);
+  WgmmaSweep<Config, Act> sweep(ring, act, group, base);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int k = i / 2 * 8 + sweep.lane % 4 * 2 + i % 2;
     const bool given = p.b != nullptr && first_channel + k < p.K;
-    sweep.bias[i] = given ? window_weight<Config>(p.b, size_t(first_channel + k)) : 0.f;
+    sweep.bias[i] = given ? wgmma_weight<Config>(p.b, size_t(first_channel + k)) : 0.f;
     sweep.reset[i] = Config::kSplit ? 0.f : sweep.bias[i];
   }
 #pragma unroll
   for (int i = 0; i < 8 * Config::kT; ++i) {
     sweep.acc[0][i] = sweep.acc[1][i] = sweep.reset[i % 8 / 4 * 2 + i % 2];
   }
-  constexpr bool kOrdered = Config::kOverlap == WindowOverlap::kOrdered;
+  constexpr bool kOrdered = Config::kOverlap == WgmmaOverlap::kOrdered;
   if (kOrdered && group == Config::kWarpgroups - 1) sweep.pass_turn();
   for (int round = first; round < last; round += Config::kWarpgroups) {
     if (round + group < last) {
-      const WindowItem item = window_item(p, round + group);
+      const WgmmaItem item = wgmma_item(p, round + group);
       sweep.begin(item);
       if constexpr (Config::kSplit) {
         const int* exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset);

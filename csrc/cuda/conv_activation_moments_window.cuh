@@ -89,6 +89,7 @@ struct Lane {
   // [half][depth tap][tile][register]: output plane z = piece.z + step - tap.
   float acc[2][T][kHalfTiles][4];
   float bias[2];
+  float start[4];  // what the first products read: the bias, or zero when split
   typename Config::ActivationType activation;
 
   // Split only: y = accumulator * inverse + bias; scaled by 2^exponent, and the weights by theirs.
@@ -137,14 +138,11 @@ struct Lane {
     }
   }
 
-  // The products of one half with the staged plane. Interior: every depth tap is wanted, and (with
-  // hardswish) the other half's finished values are taken between the products.
-  template <bool Interior>
+  // The products of one half with the staged plane, of the depth taps from Low to High. After each
+  // group of products between(slot) is called: work that fills the gaps.
+  template <int Low, int High, class Between>
   __device__ __forceinline__ void multiply_half(int half, const unsigned char* column, int low,
-                                                int high) {
-    constexpr int kSlots = slots();
-    float start[4] = {Config::kSplit ? 0.0f : bias[0], Config::kSplit ? 0.0f : bias[0],
-                      Config::kSplit ? 0.0f : bias[1], Config::kSplit ? 0.0f : bias[1]};
+                                                int high, const Between& between) {
     int slot = 0;
 #pragma unroll
     for (int u = 0; u < Config::kUnits; ++u) {
@@ -161,7 +159,7 @@ struct Lane {
         for (int product = 0; product < Config::products(u); ++product) {
 #pragma unroll
           for (int tap = T - 1; tap >= 0; --tap) {
-            if (Interior || (low <= tap && tap <= high)) {
+            if (Low <= tap && tap <= High && low <= tap && tap <= high) {
 #pragma unroll
               for (int tile = 0; tile < kHalfTiles; ++tile) {
                 const bool first = u == 0 && group == 0 && product == 0;
@@ -171,20 +169,52 @@ struct Lane {
                 multiply<Config>(acc[half][tap][tile], a[tap][u][group], b[tile], product, c);
               }
             }
-            if constexpr (Interior && kFast) {
-#pragma unroll
-              for (int v = 0; v < kValues; ++v) {
-                if ((v + 1) * kSlots / (kValues + 1) == slot) take(1 - half, v);
-              }
-            }
-            ++slot;
+            between(slot++);
           }
         }
       }
     }
   }
 
-  // Groups of products between which values are taken.
+  // Both halves for a plane to which depth taps from Low to High are known to belong.
+  template <int Low, int High>
+  __device__ __forceinline__ void multiply_plane(const unsigned char* column) {
+    multiply_half<Low, High>(0, column, Low, High, [](int) {});
+    multiply_half<Low, High>(1, column, Low, High, [](int) {});
+  }
+
+  // The same for taps known at run time only. A product that a predicate turns off costs as much as
+  // another, so the planes at a piece's ends, which lack taps on one side, have code of their own.
+  template <int Edge = T - 1>
+  __device__ __forceinline__ void multiply_edge(const unsigned char* column, int low, int high) {
+    if (Config::kStaticEdges && low == 0 && high == Edge) {
+      multiply_plane<0, Edge>(column);
+    } else if (Config::kStaticEdges && high == T - 1 && low == Edge) {
+      multiply_plane<Edge, T - 1>(column);
+    } else if constexpr (Edge > 0) {
+      multiply_edge<Edge - 1>(column, low, high);
+    } else {
+      multiply_half<0, T - 1>(0, column, low, high, [](int) {});
+      multiply_half<0, T - 1>(1, column, low, high, [](int) {});
+    }
+  }
+
+  // A plane that every depth tap belongs to: the finished values of the other half are taken
+  // between the products, those of half 1 a plane late.
+  __device__ __forceinline__ void multiply_interior(const unsigned char* column) {
+    const auto take_between = [&](int half, int slot) {
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) {
+        if (kFast && (v + 1) * slots() / (kValues + 1) == slot) take(half, v);
+      }
+    };
+    if (!kFast) take_half(1, T - 1);
+    multiply_half<0, T - 1>(0, column, 0, T - 1, [&](int slot) { take_between(1, slot); });
+    multiply_half<0, T - 1>(1, column, 0, T - 1, [&](int slot) { take_between(0, slot); });
+    if (!kFast) take_half(0, T - 1);
+  }
+
+  // Groups of products of a half.
   static CONVNORMPOOL_HOST_DEVICE constexpr int slots() {
     int products = 0;
     for (int u = 0; u < Config::kUnits; ++u) products += Config::products(u);
@@ -212,8 +242,7 @@ struct Lane {
     if constexpr (Config::kSplit) set_exponent(staged_exponent);
 #pragma unroll
     for (int i = 0; i < 2 * T * kHalfTiles * 4; ++i) {
-      acc[i / (T * kValues)][i / kValues % T][i / 4 % kHalfTiles][i % 4] =
-          Config::kSplit ? 0.0f : bias[i % 4 / 2];
+      acc[i / (T * kValues)][i / kValues % T][i / 4 % kHalfTiles][i % 4] = start[i % 4];
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) pivot[i] = sum[i] = square[i] = 0.0f;
@@ -251,24 +280,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     conv_window_kernel(const WindowParameters p, typename Config::ActivationType activation) {
   using namespace window;
   constexpr int T = Config::T;
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x);
   const int32_t pieces = window_pieces(p.geometry);
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * Config::kWarps;
-  const int64_t place = static_cast<int64_t>(blockIdx.x) * Config::kWarps + warp;
-  int64_t sample = place / pieces;
-  int32_t index = static_cast<int32_t>(place % pieces);
-  const int64_t stride_samples = warps / pieces;
-  const int32_t stride_pieces = static_cast<int32_t>(warps % pieces);
+  WindowStride stride(static_cast<int32_t>(gridDim.x), pieces);
+  stride.samples = uniform_value(stride.samples);
+  stride.pieces = uniform_value(stride.pieces);
+  const int32_t place = window_place(static_cast<int32_t>(blockIdx.x),
+                                     static_cast<int32_t>(gridDim.x), Config::kBlocksPerSm);
+  int32_t sample = uniform_value(place / pieces), index = uniform_value(place % pieces);
   if (sample >= p.N) return;
-
-  // Two planes; columns that are never staged stay zero.
-  unsigned char* const buffers = dynamic_shared_memory() + warp * 2 * Config::kPlaneBytes;
-  for (int i = lane; i < 2 * Config::kPlaneBytes / 16; i += 32) {
-    reinterpret_cast<uint4*>(buffers)[i] = make_uint4(0, 0, 0, 0);
-  }
-  __syncwarp();
-  const int lane_bytes = (lane / 4 + lane % 4) * Config::kUnitBytes;
-  int current = 0;
 
   Lane<Config> state;
   state.activation = activation;
@@ -281,63 +301,80 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
   load_weights<Config>(p, 16 * static_cast<int>(blockIdx.y), lane, state.weight_exponents, state.a);
 
+  // Two planes; columns that are never staged stay zero. Their space first passes the bias through
+  // memory: four registers that the compiler does not know to be two, or it would keep two and copy
+  // them at every use.
+  unsigned char* const buffers = dynamic_shared_memory();
+  float* const pass = reinterpret_cast<float*>(buffers) + lane * 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pass[i] = state.bias[i / 2];
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) state.start[i] = Config::kSplit ? 0.0f : pass[i];
+  __syncwarp();
+  for (int i = lane; i < 2 * Config::kPlaneBytes / 16; i += 32) {
+    reinterpret_cast<uint4*>(buffers)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncwarp();
+  const int lane_bytes = (lane / 4 + lane % 4) * Config::kUnitBytes;
+
+  // While a plane is multiplied the next one is staged and the one after that is loaded.
   const int64_t plane_stride = static_cast<int64_t>(p.geometry.H) * p.geometry.W;
-  Cursor<Config> cursor;
+  Loader<Config> loader{};
+  loader.sample = sample;
+  loader.index = index;
   RawPlane<Config> raw;
+  bool raw_first = true;  // raw is the first plane of its piece
   int staged_exponent = 0;
-  const auto stage = [&](bool first) {
+  unsigned char* target = buffers;
+  const auto stage = [&] {
     float scale = 1.0f;
     if constexpr (Config::kSplit) {
-      staged_exponent = plane_exponent(largest_magnitude(raw), first, staged_exponent);
+      staged_exponent = plane_exponent(largest_magnitude(raw), raw_first, staged_exponent);
       scale = power_of_two(staged_exponent);
     }
-    stage_plane(raw, scale, lane, buffers + current * Config::kPlaneBytes);
+    stage_plane(raw, scale, lane, target);
   };
-  cursor.place(p, sample, index, lane);
-  load_plane(p.geometry, cursor, lane, raw);
-  stage(true);
+  loader.place(p, lane);
+  loader.load(p.geometry, lane, raw);
+  stage();
+  raw_first = loader.next(p, lane, plane_stride, stride);
+  loader.load(p.geometry, lane, raw);
 
-  for (bool more = true; more;) {
-    const WindowPiece piece = cursor.piece;
-    const int first_step = cursor.first_step, last_step = cursor.last_step;
-    const int64_t slot = sample * pieces + index;
+  for (; sample < p.N; stride.next(sample, index)) {
+    const WindowPiece piece = uniform_piece(p.geometry, index);
+    const int first_step = window_first_step(p.geometry, piece);
+    const int last_step = window_last_step(p.geometry, piece, T);
     state.begin(piece, lane, staged_exponent);
     bool pending = false;  // the last step finished an output plane, and half 1 is not taken yet
-    for (int step = first_step; step <= last_step; ++step) {
-      const bool last = step == last_step;
-      if (!last) {
-        cursor.plane += plane_stride;
-      } else {
-        sample += stride_samples;
-        index += stride_pieces;
-        if (index >= pieces) {
-          index -= pieces;
-          ++sample;
-        }
-        more = sample < p.N;
-        if (more) cursor.place(p, sample, index, lane);
-      }
-      load_plane(p.geometry, cursor, lane, raw);
-      __syncwarp();
-      const unsigned char* const column = buffers + current * Config::kPlaneBytes + lane_bytes;
+    const auto begin_step = [&] {
+      const unsigned char* const column = target + lane_bytes;
+      target = target == buffers ? buffers + Config::kPlaneBytes : buffers;
       if constexpr (Config::kSplit) {
         if (staged_exponent != state.exponent) state.rescale(staged_exponent);
       }
-      if (step >= T && step < piece.planes && !last) {
-        if (!state.kFast) state.take_half(1, T - 1);
-        state.template multiply_half<true>(0, column, 0, T - 1);
-        state.template multiply_half<true>(1, column, 0, T - 1);
-        if (!state.kFast) state.take_half(0, T - 1);
-      } else {
-        const int low = window_low_tap(piece, step), high = window_high_tap(step, T);
-        if (pending) state.take_half(1, T - 1);
-        state.template multiply_half<false>(0, column, low, high);
-        state.template multiply_half<false>(1, column, low, high);
-        pending = high == T - 1;
-        if (pending) state.take_half(0, T - 1);
+      // All lanes have staged this plane and are done with the one before.
+      __syncwarp();
+      stage();
+      return column;
+    };
+    for (int step = first_step; step <= last_step; ++step) {
+      const unsigned char* const column = begin_step();
+      if (step >= T && step < piece.planes && step + 2 <= last_step) {
+        raw_first = false;
+        ++loader.step;
+        loader.plane += plane_stride;
+        loader.load(p.geometry, lane, raw);
+        state.multiply_interior(column);
+        continue;
       }
-      current ^= 1;
-      stage(last);
+      raw_first = loader.next(p, lane, plane_stride, stride);
+      loader.load(p.geometry, lane, raw);
+      const int low = window_low_tap(piece, step), high = window_high_tap(step, T);
+      if (pending) state.take_half(1, T - 1);
+      state.multiply_edge(column, low, high);
+      pending = high == T - 1;
+      if (pending) state.take_half(0, T - 1);
     }
     if (pending) state.take_half(1, T - 1);
     // Below the input's last plane there is only padding: what stands in the other accumulators is
@@ -356,18 +393,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int k = first_channel + 8 * i;
-        if (k < p.geometry.K) p.partial[slot * p.geometry.K + k] = result[i];
+        if (k < p.geometry.K)
+          p.partial[(static_cast<int64_t>(sample) * pieces + index) * p.geometry.K + k] = result[i];
       }
     }
   }
 }
 
 // mean and m2 (N, K) from the pieces' moments, in float64 and in the pieces' order.
-__global__ void merge_window_kernel(const WindowGeometry geometry, int64_t N,
+__global__ void merge_window_kernel(const WindowGeometry geometry, int32_t N,
                                     const float2* __restrict__ partial, float* __restrict__ mean,
                                     float* __restrict__ m2) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (at >= N * geometry.K) return;
+  if (at >= static_cast<int64_t>(N) * geometry.K) return;
   const int32_t pieces = window_pieces(geometry);
   const float2* p = partial + at / geometry.K * pieces * geometry.K + at % geometry.K;
   const double pivot = p[0].x;

@@ -63,6 +63,35 @@ CONVNORMPOOL_HOST_DEVICE WindowPiece window_piece(const WindowGeometry& s, int32
   return piece;
 }
 
+// Which worker a block is. Blocks come to the SMs in turn, one each before the second; workers on
+// one SM should have neighbouring rows, whose input they share. Only speed depends on this.
+CONVNORMPOOL_HOST_DEVICE int32_t window_place(int32_t block, int32_t blocks,
+                                              int32_t blocks_per_sm) {
+  const int32_t sms = blocks / blocks_per_sm;
+  return blocks % blocks_per_sm == 0 ? block % sms * blocks_per_sm + block / sms : block;
+}
+
+// Workers take pieces (sample, index) in turn: worker i of n takes every n-th.
+struct WindowStride {
+  int32_t samples, pieces, all_pieces;
+
+  CONVNORMPOOL_HOST_DEVICE WindowStride(int32_t workers, int32_t pieces_of_a_sample)
+      : samples(workers / pieces_of_a_sample),
+        pieces(workers % pieces_of_a_sample),
+        all_pieces(pieces_of_a_sample) {}
+
+  // Moves on to the worker's next piece and gives its sample.
+  CONVNORMPOOL_HOST_DEVICE int32_t next(int32_t& sample, int32_t& index) const {
+    sample += samples;
+    index += pieces;
+    if (index >= all_pieces) {
+      index -= all_pieces;
+      ++sample;
+    }
+    return sample;
+  }
+};
+
 // Input planes of a piece are counted by their step: plane = z - pad_d + step. Those before 0 and
 // from D on are padding and left out; since pad_d < T, none of a piece's outputs sees padding
 // alone.

@@ -22,15 +22,16 @@ struct WindowParameters {
   const void* w;     // (K, C, T, R, S) contiguous
   const void* bias;  // (K,) or null; all three of one dtype
   float2* partial;   // (N, pieces, K): mean and M2 of each piece
-  int64_t N;
+  int32_t N;
   WindowGeometry geometry;
 };
 
-// General: any padding and row length. Without it pad_h = pad_w = 0 and W <= 8 Tiles, and no load
-// is masked. Tiles: tiles of 8 outputs of a segment, even. FullTiles: so many tiles of every
-// segment are known to be live throughout, which saves their masks.
+// General: any padding, row length and alignment. Without it pad_h = pad_w = 0, W is even and at
+// most 8 Tiles, x is aligned to two elements, and no load is masked. Tiles: tiles of 8 outputs of a
+// segment, even, 4 at most. FullTiles: so many tiles of every segment are known to be live
+// throughout, which saves their masks. Blocks: resident on an SM at once, 0 for a guess.
 template <int T_, int R_, int S_, int C_, WindowOperand Operand, class Activation_, bool General,
-          int Tiles = 4, int FullTiles = 0>
+          int Tiles = 4, int FullTiles = 0, int Blocks = 0>
 struct WindowConfig {
   static constexpr int T = T_, R = R_, S = S_, C = C_;
   static constexpr WindowOperand kOperand = Operand;
@@ -42,6 +43,10 @@ struct WindowConfig {
   static constexpr bool kTf32 = Operand == WindowOperand::kTf32;
   static constexpr bool kHalf = !kSplit && !kTf32;
   using Raw = std::conditional_t<kHalf, uint16_t, float>;  // an element as it is loaded
+  using RawPair = std::conditional_t<kHalf, uint32_t, float2>;
+  // A lane loads pairs of columns, of rows 2 (lane % 2) and the next of each unit, instead of a
+  // column of all rows. Those rows must not depend on the lane but by their distance.
+  static constexpr bool kPaired = !General && (R == 2 || R == 4);
 
   static constexpr int kRows = C * R;
   static constexpr int kUnits = (kRows + 3) / 4;
@@ -63,13 +68,16 @@ struct WindowConfig {
   static constexpr int kExtraDivisor = kExtraColumns > 0 ? kExtraColumns : 1;
   static constexpr int kExtras = (kRows * kExtraColumns + 31) / 32;
   static constexpr int kPlaneBytes = (kUnits * kColumns * kUnitBytes + 15) / 16 * 16;
-  static constexpr int kWarps = 4;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kSharedBytes = kWarps * 2 * kPlaneBytes;
+  // One warp: what is the same for all its lanes then comes from blockIdx, and the compiler knows.
+  static constexpr int kThreads = 32;
+  static constexpr int kSharedBytes = 2 * kPlaneBytes > 32 * 16 ? 2 * kPlaneBytes : 32 * 16;
 
+  static constexpr bool kStaticEdges = T <= 4;
   static constexpr int kWeightRegisters = 4 * T * kUnits * kGroups * kFragments;
   static constexpr int kAccumulators = 4 * T * kTiles;
-  static constexpr int kBlocksPerSm = kWeightRegisters + kAccumulators + kRows > 125 ? 2 : 3;
+  static constexpr int kBlocksPerSm = Blocks > 0                                       ? Blocks
+                                      : kWeightRegisters + kAccumulators + kRows > 125 ? 8
+                                                                                       : 12;
   static_assert(kTiles % 2 == 0, "the tiles are worked on in two halves");
   static_assert(S <= 8, "there are at most two groups of four columns");
   static_assert(kWeightRegisters + kAccumulators + kRows <= 215, "the registers must hold it all");
@@ -83,6 +91,9 @@ using Weights = uint32_t[Config::T][Config::kUnits][Config::kGroups][Config::kFr
 __device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) {
   return low | static_cast<uint32_t>(high) << 16;
 }
+
+__device__ __forceinline__ uint16_t low_half(uint32_t x) { return static_cast<uint16_t>(x); }
+__device__ __forceinline__ uint16_t high_half(uint32_t x) { return static_cast<uint16_t>(x >> 16); }
 
 __device__ __forceinline__ uint32_t pack(__half2 pair) {
   return pack(__half_as_ushort(__low2half(pair)), __half_as_ushort(__high2half(pair)));
@@ -168,80 +179,115 @@ __device__ __forceinline__ void load_weights(const WindowParameters& p, int firs
 
 // ---- input planes
 
-// The elements of a plane that one lane stages: its column of every row, and its share of the
-// columns from the 32nd on.
+// The elements of a plane that one lane stages: pairs of columns of its rows, or its column of
+// every row and its share of the columns from the 32nd on.
 template <class Config>
 struct RawPlane {
-  typename Config::Raw row[Config::kRows];
+  typename Config::RawPair pair[Config::kPaired ? 2 * Config::kUnits : 1];
+  typename Config::Raw row[Config::kPaired ? 1 : Config::kRows];
   typename Config::Raw extra[Config::kExtras > 0 ? Config::kExtras : 1];
 };
 
-// A piece of a sample and where in x a lane finds its elements.
-template <class Config>
-struct Cursor {
-  WindowPiece piece;
-  int first_step, last_step;
-  const typename Config::Raw* plane;  // row 0 of the plane to be loaded next, at the lane's column
-  uint32_t live_rows;                 // bit kh: that row is inside the input
-  int first_column;                   // of the staged columns
+// A piece whose numbers the compiler knows to be the same for the warp.
+__device__ __forceinline__ WindowPiece uniform_piece(const WindowGeometry& s, int32_t index) {
+  const WindowPiece piece = window_piece(s, index);
+  return {uniform_value(piece.z), uniform_value(piece.planes), uniform_value(piece.p),
+          uniform_value(piece.q), uniform_value(piece.columns)};
+}
 
-  __device__ __forceinline__ void place(const WindowParameters& p, int64_t sample, int32_t index,
-                                        int lane) {
+// The planes that a warp loads, in order: those of a piece by depth, then those of its next piece.
+template <class Config>
+struct Loader {
+  using Raw = typename Config::Raw;
+
+  int32_t sample, index;
+  int step, last_step;
+  const Raw* plane;    // the lane's first element of the plane
+  uint32_t live_rows;  // bit kh: that row is inside the input
+  int first_column;    // of the staged columns
+
+  __device__ __forceinline__ void place(const WindowParameters& p, int lane) {
     const WindowGeometry& s = p.geometry;
-    piece = window_piece(s, index);
-    first_step = window_first_step(s, piece);
+    const WindowPiece piece = uniform_piece(s, index);
+    step = window_first_step(s, piece);
     last_step = window_last_step(s, piece, Config::T);
     const int h = piece.p - (Config::kGeneral ? s.pad_h : 0);
-    const int d = piece.z - s.pad_d + first_step;
+    const int d = piece.z - s.pad_d + step;
     live_rows = 0;
     for (int kh = 0; kh < Config::R; ++kh) {
       live_rows |= static_cast<uint32_t>(h + kh >= 0 && h + kh < s.H) << kh;
     }
     first_column = Config::kGeneral ? piece.q - s.pad_w : 0;
     // Without General a column past the row's end feeds masked outputs only: any element will do.
-    const int column = Config::kGeneral ? first_column + lane : min(lane, s.W - 1);
-    plane = static_cast<const typename Config::Raw*>(p.x) +
-            ((sample * Config::C * s.D + d) * s.H + h) * s.W + column;
+    int64_t column = Config::kGeneral ? first_column + lane : min(lane, s.W - 1);
+    if constexpr (Config::kPaired) {
+      const int64_t second_pair = Config::R == 2 ? static_cast<int64_t>(s.D) * s.H * s.W : 2 * s.W;
+      column = min(lane / 2 * 2, s.W - 2) + lane % 2 * second_pair;
+    }
+    plane = static_cast<const Raw*>(p.x) +
+            ((static_cast<int64_t>(sample) * Config::C * s.D + d) * s.H + h) * s.W + column;
+  }
+
+  // On to the next plane; past the last one of all it stays. True where a piece begins.
+  __device__ __forceinline__ bool next(const WindowParameters& p, int lane, int64_t plane_stride,
+                                       const WindowStride& stride) {
+    if (step < last_step) {
+      ++step;
+      plane += plane_stride;
+      return false;
+    }
+    if (stride.next(sample, index) >= p.N) return true;
+    place(p, lane);
+    return true;
+  }
+
+  __device__ __forceinline__ void load(const WindowGeometry& s, int lane,
+                                       RawPlane<Config>& raw) const {
+    const int64_t channel_stride = static_cast<int64_t>(s.D) * s.H * s.W;
+    if constexpr (Config::kPaired) {
+#pragma unroll
+      for (int i = 0; i < 2 * Config::kUnits; ++i) {
+        const Raw* at = plane + (i / 2 * (4 / Config::R) * channel_stride + i % 2 * s.W);
+        raw.pair[i] = __ldg(reinterpret_cast<const typename Config::RawPair*>(at));
+      }
+      return;
+    }
+    const int column = first_column + lane;
+    const bool live_column = column >= 0 && column < s.W && lane < Config::kStagedColumns;
+#pragma unroll
+    for (int row = 0; row < (Config::kPaired ? 0 : Config::kRows); ++row) {
+      const int kh = row % Config::R;
+      const Raw* at = plane + (row / Config::R * channel_stride + kh * s.W);
+      raw.row[row] =
+          Config::kGeneral ? load_if(live_column && (live_rows >> kh & 1), at) : __ldg(at);
+    }
+#pragma unroll
+    for (int i = 0; i < Config::kExtras; ++i) {
+      const int e = lane + 32 * i, row = e / Config::kExtraDivisor;
+      const int beyond = 32 + e % Config::kExtraDivisor, kh = row % Config::R;
+      const bool live = row < Config::kRows && first_column + beyond < s.W;
+      raw.extra[i] = load_if(live && (live_rows >> kh & 1),
+                             plane + row / Config::R * channel_stride + kh * s.W + beyond - lane);
+    }
   }
 };
 
-template <class Config>
-__device__ __forceinline__ void load_plane(const WindowGeometry& s, const Cursor<Config>& cursor,
-                                           int lane, RawPlane<Config>& raw) {
-  const int64_t channel_stride = static_cast<int64_t>(s.D) * s.H * s.W;
-  const int column = cursor.first_column + lane;
-  const bool live_column = column >= 0 && column < s.W && lane < Config::kStagedColumns;
-#pragma unroll
-  for (int row = 0; row < Config::kRows; ++row) {
-    const int kh = row % Config::R;
-    const auto* p = cursor.plane + row / Config::R * channel_stride + kh * s.W;
-    raw.row[row] =
-        Config::kGeneral ? load_if(live_column && (cursor.live_rows >> kh & 1), p) : __ldg(p);
-  }
-#pragma unroll
-  for (int i = 0; i < Config::kExtras; ++i) {
-    const int e = lane + 32 * i, row = e / Config::kExtraDivisor;
-    const int beyond = 32 + e % Config::kExtraDivisor, kh = row % Config::R;
-    const bool live = row < Config::kRows && cursor.first_column + beyond < s.W;
-    raw.extra[i] =
-        load_if(live && (cursor.live_rows >> kh & 1),
-                cursor.plane + row / Config::R * channel_stride + kh * s.W + beyond - lane);
-  }
-}
-
-// The largest magnitude among a plane's elements, as bits; the same in all lanes.
+// The largest magnitude among a plane's elements that are not NaN, as bits; the same in all lanes.
 template <class Config>
 __device__ __forceinline__ uint32_t largest_magnitude(const RawPlane<Config>& raw) {
-  uint32_t largest = 0;
+  float largest = 0.0f;
+  if constexpr (Config::kPaired) {
 #pragma unroll
-  for (int row = 0; row < Config::kRows; ++row) {
-    largest = max(largest, __float_as_uint(raw.row[row]) & 0x7FFFFFFFu);
+    for (const float2& pair : raw.pair) {
+      largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    }
+  } else {
+#pragma unroll
+    for (const float x : raw.row) largest = fmaxf(largest, fabsf(x));
   }
 #pragma unroll
-  for (int i = 0; i < Config::kExtras; ++i) {
-    largest = max(largest, __float_as_uint(raw.extra[i]) & 0x7FFFFFFFu);
-  }
-  return __reduce_max_sync(0xFFFFFFFFu, largest);
+  for (int i = 0; i < Config::kExtras; ++i) largest = fmaxf(largest, fabsf(raw.extra[i]));
+  return __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(largest));
 }
 
 // One unit as the products take it, from four rows of a column.
@@ -282,14 +328,47 @@ __device__ __forceinline__ void load_unit(const unsigned char* at,
   }
 }
 
+// Rows 2i and 2i + 1 of a unit in one column (i is the lane's), into the unit at `at`.
+template <class Config>
+__device__ __forceinline__ void store_row_pair(unsigned char* at, int i, typename Config::Raw first,
+                                               typename Config::Raw second, float scale) {
+  uint32_t* const unit = reinterpret_cast<uint32_t*>(at);
+  if constexpr (Config::kTf32) {
+    *reinterpret_cast<uint2*>(unit + 2 * i) = make_uint2(round_tf32(first), round_tf32(second));
+  } else if constexpr (Config::kSplit) {
+    split_pair(first * scale, second * scale, unit[i], unit[2 + i]);
+  } else {
+    unit[i] = pack(first, second);
+  }
+}
+
 // A loaded plane, rounded or scaled and split, into the warp's buffer.
 template <class Config>
 __device__ __forceinline__ void stage_plane(const RawPlane<Config>& raw, float scale, int lane,
                                             unsigned char* buffer) {
   using Raw = typename Config::Raw;
-  if (8 * Config::kTiles >= 32 || lane < Config::kColumns) {
+  if constexpr (Config::kPaired) {
+    const int column = lane / 2 * 2;
+    if (Config::kColumns < 32 && column + 1 >= Config::kColumns) return;
 #pragma unroll
     for (int u = 0; u < Config::kUnits; ++u) {
+      unsigned char* const at =
+          buffer + window_unit(4 * u, column, Config::kColumns) * Config::kUnitBytes;
+      const auto first = raw.pair[2 * u], second = raw.pair[2 * u + 1];
+      if constexpr (Config::kHalf) {
+        store_row_pair<Config>(at, lane % 2, low_half(first), low_half(second), scale);
+        store_row_pair<Config>(at + Config::kUnitBytes, lane % 2, high_half(first),
+                               high_half(second), scale);
+      } else {
+        store_row_pair<Config>(at, lane % 2, first.x, second.x, scale);
+        store_row_pair<Config>(at + Config::kUnitBytes, lane % 2, first.y, second.y, scale);
+      }
+    }
+    return;
+  }
+  if (Config::kColumns >= 32 || lane < Config::kColumns) {
+#pragma unroll
+    for (int u = 0; u < (Config::kPaired ? 0 : Config::kUnits); ++u) {
       Raw v[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[i] = 4 * u + i < Config::kRows ? raw.row[4 * u + i] : Raw(0);
@@ -302,13 +381,12 @@ __device__ __forceinline__ void stage_plane(const RawPlane<Config>& raw, float s
 #pragma unroll
   for (int i = 0; i < Config::kExtras; ++i) {
     const int e = lane + 32 * i, row = e / Config::kExtraDivisor;
+    const int column = 32 + e % Config::kExtraDivisor;
     if (row >= Config::kRows) continue;
     const Raw v[4] = {raw.extra[i], Raw(0), Raw(0), Raw(0)};
     uint32_t unit[Config::kUnitRegisters];
     make_unit<Config>(v, scale, unit);
-    unsigned char* at =
-        buffer +
-        window_unit(row, 32 + e % Config::kExtraDivisor, Config::kColumns) * Config::kUnitBytes;
+    unsigned char* at = buffer + window_unit(row, column, Config::kColumns) * Config::kUnitBytes;
     if constexpr (Config::kTf32) {
       reinterpret_cast<uint32_t*>(at)[row % 4] = unit[0];
     } else {

@@ -1,7 +1,6 @@
 // Host side of _group_norm_pool_out and _group_norm_pool_backward_out.
-#include "cuda/group_norm_pool.cuh"
-
 #include "cuda/common/launch.cuh"
+#include "cuda/group_norm_pool.cuh"
 
 namespace convnormpool {
 namespace {
@@ -82,7 +81,8 @@ void group_norm_pool_backward_out(Tensor grad_out, Tensor mean, Tensor m2,
     // batch are zero, so this runs for N = 0 too.
     const int64_t lanes = int64_t{1} << p.lanes_log2;
     const int samples_log2 = ceil_log2(p.samples, 10);
-    const int64_t threads = std::clamp<int64_t>(lanes << samples_log2, kWarpThreads, kSampleThreads);
+    const int64_t threads =
+        std::clamp<int64_t>(lanes << samples_log2, kWarpThreads, kSampleThreads);
     const dim3 grid(linear_grid((p.channels / p.groups + lanes - 1) / lanes),
                     static_cast<unsigned>(std::min<int64_t>(p.groups, 65535)));
     group_norm_pool_parameters_kernel<<<grid, static_cast<unsigned>(threads), 0, scope.stream()>>>(

@@ -61,8 +61,7 @@ __device__ __forceinline__ GroupStatistics group_statistics(const GroupNormPool&
   const double variance =
       (lanes_sum(inner, lanes) + p.count * lanes_sum(outer, lanes)) / (p.count * divisor);
   // An M2 that overflowed is Inf, and 1/sqrt(Inf) would give the finite value 0.
-  const double rstd =
-      isfinite(variance) ? 1.0 / sqrt(variance + p.eps) : static_cast<double>(NAN);
+  const double rstd = isfinite(variance) ? 1.0 / sqrt(variance + p.eps) : static_cast<double>(NAN);
   return {mean, rstd};
 }
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from ._schemas import LIBRARY
 
 __all__ = [
+    "channels_last",
     "convolution",
     "forward",
     "input_grad",
@@ -120,6 +121,11 @@ def settings(device_type: str, allow_tf32: bool) -> Iterator[None]:
                 torch._C._set_cudnn_benchmark(benchmark)
 
 
+def channels_last(dims: int) -> torch.memory_format:
+    """The channels-last format of tensors with that many dimensions, four or five."""
+    return torch.channels_last if dims == 4 else torch.channels_last_3d
+
+
 def forward(
     x: Tensor,
     w: Tensor,
@@ -131,9 +137,10 @@ def forward(
     allow_tf32: bool,
     *,
     transposed: bool = False,
-    output_padding: Sequence[int] = (0, 0, 0),
+    output_padding: Sequence[int] | None = None,
 ) -> Tensor:
-    """One library convolution, deterministic, without autotuning."""
+    """One library convolution over any number of axes, deterministic, without autotuning."""
+    output_padding = output_padding or (0,) * len(stride)
     y: Tensor = torch.ops.aten._convolution(
         x, w, b, stride, padding, dilation, transposed, output_padding, groups,
         False, True, True, allow_tf32,
@@ -174,10 +181,10 @@ def input_grad(
     kernel = w.shape[2:]
     full = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True)]
     if groups == 1 and all(s == 1 for s in stride) and all(p >= 0 for p in full):
-        flipped = w.flip(2, 3, 4).transpose(0, 1).contiguous()
-        if dy.is_contiguous(memory_format=torch.channels_last_3d):
-            flipped = flipped.contiguous(memory_format=torch.channels_last_3d)
-        return forward(dy, flipped, None, (1, 1, 1), full, dilation, 1, allow_tf32)
+        flipped = w.flip(*range(2, w.dim())).transpose(0, 1).contiguous()
+        if dy.movedim(1, -1).is_contiguous():
+            flipped = flipped.contiguous(memory_format=channels_last(w.dim()))
+        return forward(dy, flipped, None, stride, full, dilation, 1, allow_tf32)
     extra = _output_padding(size, dy.shape[2:], kernel, stride, padding, dilation)
     return forward(
         dy, w, None, stride, padding, dilation, groups, allow_tf32,
@@ -198,8 +205,9 @@ def weight_grad(
     # Only the sizes and dtype of the weight are looked at.
     w = x.new_empty(1).expand(size)
     grads = torch.ops.aten.convolution_backward(
-        dy, x, w, None, stride, padding, dilation, False, (0, 0, 0), groups, (False, True, False)
-    )
+        dy, x, w, None, stride, padding, dilation, False, (0,) * len(stride), groups,
+        (False, True, False),
+    )  # fmt: skip
     grad: Tensor = grads[1].contiguous()
     return grad
 

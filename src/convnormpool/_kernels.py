@@ -95,3 +95,23 @@ def to_channels_last(x: Tensor) -> Tensor:
     out = torch.empty_like(x, memory_format=layout)
     _compiled._to_channels_last_out(x, out)
     return out
+
+
+def unfold_depth(
+    x: Tensor, filter: int, stride: int, padding: int, dilation: int, channels: int, planes: int
+) -> Tensor:
+    """x (N, C, D, H, W) as (N * planes, channels, H, W), channels last; ``csrc/ops.h`` has how."""
+    n, _, _, height, width = x.shape
+    out = x.new_empty((n, planes, height, width, channels))
+    _compiled._unfold_depth_out(x.contiguous(), filter, stride, padding, dilation, out)
+    return out.flatten(0, 1).permute(0, 3, 1, 2)
+
+
+def fold_depth(
+    du: Tensor, filter: int, stride: int, padding: int, dilation: int, dx: Tensor
+) -> None:
+    """Writes into dx (N, C, D, H, W) the sums of du (N * planes, channels, H, W)."""
+    rows = du.permute(0, 2, 3, 1).contiguous()
+    _compiled._fold_depth_out(
+        rows.unflatten(0, (dx.shape[0], -1)), filter, stride, padding, dilation, dx
+    )

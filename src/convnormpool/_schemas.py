@@ -50,6 +50,10 @@ _COMPILED = (
     f"Tensor grad_mean, Tensor grad_m2, {_CONV}, int activation, int precision, "
     "Tensor(a!)? dx, Tensor(b!)? dw, Tensor(c!)? db, Tensor(d!)? workspace) -> ()",
     "_to_channels_last_out(Tensor x, Tensor(a!) out) -> ()",
+    "_unfold_depth_out(Tensor x, int filter, int stride, int padding, int dilation, "
+    "Tensor(a!) out) -> ()",
+    "_fold_depth_out(Tensor du, int filter, int stride, int padding, int dilation, "
+    "Tensor(a!) dx) -> ()",
 )
 
 for _schema in _PUBLIC:

@@ -181,7 +181,7 @@ def explain(
             reason = "hooks on conv or group_norm need the tensors between the steps"
             reasons = {"fused": reason, "two_stage": reason}
             return Decision(
-                "eager", "PyTorch's operators", "eager", len(input), None, False, reasons
+                "eager", "PyTorch's operators", "eager", len(input), None, False, 0, reasons
             )
         weight = conv.weight
         stride, dilation, groups = conv.stride, conv.dilation, conv.groups

@@ -51,6 +51,8 @@ class Decision:
         chunk_samples: samples that a library convolution takes at once (two_stage).
         chunk_planes: output planes along the depth that it takes at once, None for all.
         channels_last: the layout in which it is called (two_stage).
+        unfolded_channels: the channels of a two-dimensional convolution that takes the place of
+            the three-dimensional one (two_stage on CUDA), 0 where none does.
         reasons: for each path not taken, one sentence why; under "gradients" the same where their
             path differs from the forward's.
     """
@@ -61,6 +63,7 @@ class Decision:
     chunk_samples: int
     chunk_planes: int | None
     channels_last: bool
+    unfolded_channels: int
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -68,7 +71,7 @@ class Decision:
         if self.backward != self.path:
             lines.append(f"gradients by {self.backward}")
         if self.path == "two_stage":
-            layout = "channels_last_3d" if self.channels_last else "contiguous"
+            layout = "channels last" if self.channels_last else "contiguous"
             lines.append(f"chunks of {self.chunk_samples} samples, {layout}")
         lines += [f"not {path}: {reason}" for path, reason in self.reasons.items()]
         return "\n".join(lines)
@@ -124,7 +127,7 @@ def _plan(
         if path == "auto":
             _warn_eager(device_type)
         reasons = {"fused": reason, "two_stage": reason}
-        return Decision("eager", "PyTorch's operators", "eager", input[0], None, False, reasons)
+        return Decision("eager", "PyTorch's operators", "eager", input[0], None, False, 0, reasons)
     problem = planner.Problem(
         input=input, filter=filter, stride=conv.stride, padding=conv.padding,
         dilation=conv.dilation, groups=conv.groups,
@@ -144,7 +147,7 @@ def _plan(
     planes = found.chunk_planes if found.chunk_planes < problem.output[0] else None
     return Decision(
         found.path.name, found.kernel, found.backward_path.name, found.chunk_samples, planes,
-        found.channels_last, reasons,
+        found.channels_last, found.unfolded_channels, reasons,
     )  # fmt: skip
 
 

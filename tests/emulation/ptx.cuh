@@ -168,6 +168,12 @@ void cp_async_wait() {
   }
 }
 
+inline int32_t uniform_value(int32_t x) {
+  const int32_t all = int32_t(__reduce_or_sync(~0u, uint32_t(x)));
+  if (all != x) emu::fail("uniform_value: lanes hold %d and others", x);
+  return x;
+}
+
 inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}
 

@@ -183,6 +183,14 @@ inline uint32_t round_tf32(uint32_t x) {
   return (x + 0x0FFFu + (x >> 13 & 1)) & 0xFFFFE000u;
 }
 
+inline void add_moments_if(float (&sum)[4], float (&square)[4], const float (&v)[4], int column,
+                           int columns) {
+  for (int i = 0; i < 4 && column < columns; ++i) {
+    sum[i] += v[i];
+    square[i] = fmaf(v[i], v[i], square[i]);
+  }
+}
+
 inline uint64_t wgmma_descriptor(uint32_t address, uint32_t depth_bytes, uint32_t column_bytes) {
   if (address % 16 != 0) emu::fail("wgmma: address 0x%x is not aligned", address);
   return uint64_t{(address & 0x3FFFFu) >> 4} | uint64_t{depth_bytes >> 4} << 16 |

@@ -116,6 +116,12 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// x, which all lanes of the warp hold alike, in a form that the compiler knows to be alike: it may
+// then live in a uniform register and decide a branch for the warp.
+__device__ __forceinline__ int32_t uniform_value(int32_t x) {
+  return static_cast<int32_t>(__reduce_or_sync(0xFFFFFFFFu, static_cast<uint32_t>(x)));
+}
+
 // Asks for the cache line of a global address; never faults.
 __device__ __forceinline__ void prefetch_l1(const void* global) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(global));

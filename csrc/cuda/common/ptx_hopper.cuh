@@ -48,6 +48,27 @@ __device__ __forceinline__ uint32_t round_tf32(uint32_t x) {
   return r;
 }
 
+// sum += v and square += v * v where column < columns: as predicated instructions, where the compiler
+// would branch around them and could no longer mix them with others.
+__device__ __forceinline__ void add_moments_if(float (&sum)[4], float (&square)[4],
+                                               const float (&v)[4], int column, int columns) {
+  asm("{\n"
+      ".reg .pred valid;\n"
+      "setp.lt.s32 valid, %12, %13;\n"
+      "@valid add.f32 %0, %0, %8;\n"
+      "@valid add.f32 %1, %1, %9;\n"
+      "@valid add.f32 %2, %2, %10;\n"
+      "@valid add.f32 %3, %3, %11;\n"
+      "@valid fma.rn.f32 %4, %8, %8, %4;\n"
+      "@valid fma.rn.f32 %5, %9, %9, %5;\n"
+      "@valid fma.rn.f32 %6, %10, %10, %6;\n"
+      "@valid fma.rn.f32 %7, %11, %11, %7;\n"
+      "}\n"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(square[0]), "+f"(square[1]),
+        "+f"(square[2]), "+f"(square[3])
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(column), "r"(columns));
+}
+
 // ---- wgmma
 
 // B operands of wgmma in shared memory, K-major and not swizzled: core matrices of 8 columns × 16

@@ -1,0 +1,292 @@
+"""Problems, their oracle, and tolerances derived from it.
+
+The oracle is eager PyTorch in float64 on the same, already rounded, tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convnormpool import conv_norm_pool, explain, reference
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+PARAMETERS = ("x", "w", "b", "gamma", "beta")
+RESULTS = ("out", *(f"d{name}" for name in PARAMETERS))
+
+Tensors = list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem: the layer's arguments and the input's shape."""
+
+    name: str
+    input: tuple[int, int, int, int, int] = (2, 3, 6, 9, 10)
+    outputs: int = 16
+    kernel: tuple[int, int, int] = (3, 3, 3)
+    num_groups: int = 4
+    stride: tuple[int, int, int] = (1, 1, 1)
+    padding: tuple[int, int, int] | str = (0, 0, 0)
+    dilation: tuple[int, int, int] = (1, 1, 1)
+    groups: int = 1
+    activation: str = "hardswish"
+    eps: float = 1e-5
+    bias: bool = True
+    affine: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def convolution(self) -> dict[str, Any]:
+        """What ``F.conv3d`` takes beside tensors."""
+        return {
+            "stride": self.stride,
+            "padding": self.padding,
+            "dilation": self.dilation,
+            "groups": self.groups,
+        }
+
+    @property
+    def filter(self) -> tuple[int, int, int, int, int]:
+        return (self.outputs, self.input[1] // self.groups, *self.kernel)
+
+    def tensors(self, dtype: torch.dtype, device: str, *, spread: float = 3.0) -> Tensors:
+        """Random x, w, b, gamma, beta; a ``spread`` of 3 reaches both knees of hardswish."""
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64)
+
+        channels = self.outputs
+        found = [
+            normal(*self.input) * spread,
+            normal(*self.filter) / math.sqrt(math.prod(self.filter[1:])),
+            normal(channels) if self.bias else None,
+            1 + normal(channels) / 2 if self.affine else None,
+            normal(channels) if self.affine else None,
+        ]
+        return [None if t is None else t.to(device, dtype) for t in found]
+
+    def grad_out(self, dtype: torch.dtype, device: str) -> Tensor:
+        return torch.randn(self.input[0], self.outputs).to(device, dtype)
+
+    def call(self, function: Callable[..., Tensor], tensors: Sequence[Tensor | None], **more: Any) -> Tensor:
+        """``conv_norm_pool`` or something of its signature on these tensors."""
+        x, w, b, gamma, beta = tensors
+        return function(
+            x, w, b, num_groups=self.num_groups, norm_weight=gamma, norm_bias=beta, eps=self.eps,
+            activation=self.activation, **self.convolution, **more,
+        )  # fmt: skip
+
+
+CASES = (
+    Case("plain"),
+    Case("reference", (2, 3, 16, 32, 32), 16, (4, 4, 4), 4),
+    Case("one_position", (3, 2, 3, 3, 3), 8, (3, 3, 3), 2),
+    Case("one_sample_no_bias", (1, 4, 5, 7, 6), 12, (2, 2, 2), 3, bias=False),
+    Case("not_affine", (3, 3, 4, 6, 7), 8, (3, 2, 3), 4, affine=False),
+    Case("neither", (2, 1, 4, 5, 6), 6, (2, 3, 2), 3, bias=False, affine=False),
+    Case("padded", (2, 3, 4, 5, 6), 16, (3, 3, 3), 4, padding=(1, 2, 1)),
+    Case("padded_beyond_kernel", (2, 2, 3, 4, 3), 8, (2, 1, 2), 2, padding=(2, 3, 1)),
+    Case("strided", (2, 3, 7, 9, 11), 16, (3, 3, 3), 4, stride=(2, 3, 2), padding=(1, 1, 0)),
+    Case("dilated", (2, 3, 7, 8, 9), 8, (2, 3, 2), 2, dilation=(3, 2, 1), padding=(1, 0, 1)),
+    Case("pointwise", (2, 20, 3, 4, 5), 24, (1, 1, 1), 6),
+    Case("wide_input", (2, 24, 4, 5, 5), 20, (3, 3, 3), 5, padding=(1, 1, 1)),
+    Case("grouped", (2, 6, 4, 6, 5), 9, (2, 3, 3), 3, groups=3),
+    Case("depthwise", (2, 8, 4, 6, 5), 16, (3, 3, 3), 4, groups=8, padding=(1, 1, 1)),
+    Case("flat", (3, 3, 1, 12, 13), 8, (1, 3, 3), 2, stride=(1, 2, 2), padding=(0, 1, 1)),
+    Case("odd_channels", (2, 3, 4, 5, 7), 7, (2, 2, 3), 1),
+    Case("many_channels", (1, 2, 3, 4, 5), 257, (2, 2, 2), 1),
+    # Samples whose output is cut into slabs on CPU, and batches that are cut into chunks.
+    Case("slabs", (2, 1, 26, 40, 40), 16, (3, 3, 3), 4, padding=(1, 0, 1)),
+    Case("chunks", (11, 2, 10, 20, 21), 16, (3, 3, 3), 4),
+)
+
+
+def run(
+    case: Case,
+    function: Callable[..., Tensor],
+    tensors: Sequence[Tensor | None],
+    grad_out: Tensor,
+    wanted: Sequence[bool] = (True,) * 5,
+    **more: Any,
+) -> Tensors:
+    """The output and the gradients of the five tensors, in the order of ``RESULTS``."""
+    leaves = [
+        None if t is None else t.detach().requires_grad_(want)
+        for t, want in zip(tensors, wanted, strict=True)
+    ]
+    out = case.call(function, leaves, **more)
+    if out.requires_grad:
+        out.backward(grad_out.to(out.dtype))
+    return [out.detach(), *(None if t is None else t.grad for t in leaves)]
+
+
+def ours(
+    case: Case, tensors: Sequence[Tensor | None], grad_out: Tensor, **more: Any
+) -> Tensors:
+    return run(case, conv_norm_pool, tensors, grad_out, **more)
+
+
+def doubled(tensors: Sequence[Tensor | None]) -> Tensors:
+    return [None if t is None else t.double() for t in tensors]
+
+
+def oracle(case: Case, tensors: Sequence[Tensor | None], grad_out: Tensor) -> Tensors:
+    return run(case, reference.conv_norm_pool, doubled(tensors), grad_out.double())
+
+
+def _terms(case: Case, tensors: Sequence[Tensor | None], grad_out: Tensor) -> Tensors:
+    """For each result the root of the sum of the squares of the terms that it is a sum of.
+
+    A result whose every term carries an independent relative error of eps is off by eps times this.
+    """
+    x, w, b, gamma, beta = doubled(tensors)
+    assert x is not None and w is not None
+    y = F.conv3d(x, w, b, **case.convolution).requires_grad_()
+    h = reference.ACTIVATIONS[case.activation](y)
+    normal = F.group_norm(h, case.num_groups, gamma, beta, case.eps)
+    (dy,) = torch.autograd.grad(normal.mean(dim=(2, 3, 4)), y, grad_out.double())
+    grouped = h.detach().unflatten(1, (case.num_groups, -1)).flatten(2)
+    rstd = (grouped.var(dim=2, unbiased=False) + case.eps).rsqrt()
+    rstd = rstd.repeat_interleave(case.outputs // case.num_groups, dim=1)
+    size = (h.detach().mean(dim=(2, 3, 4)) * rstd).square()
+    scaled = size if gamma is None else size * gamma.square()
+    squared = run_convolution_grads(case, x.square(), w.square(), dy.square())
+    d = grad_out.double().square()
+    return [
+        (scaled + (0 if beta is None else beta.square())).sqrt(),
+        squared[0].sqrt(),
+        squared[1].sqrt(),
+        dy.square().sum(dim=(0, 2, 3, 4)).sqrt(),
+        (d * size).sum(dim=0).sqrt(),
+        d.sum(dim=0).sqrt(),
+    ]
+
+
+def run_convolution_grads(case: Case, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y = F.conv3d(x, w, None, **case.convolution)
+    grad_x, grad_w = torch.autograd.grad(y, (x, w), dy)
+    return grad_x, grad_w
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    """The norm of the difference; NaN and Inf never compare as small."""
+    value = (found.double() - right).norm().item()
+    return value if math.isfinite(value) else math.inf
+
+
+# How many times eager's own error is allowed: two float32 sums of the same terms in different
+# orders have independent errors, whose ratio on small tensors is now and then near three.
+FACTOR = 4.0
+
+
+def eager_errors(
+    case: Case, tensors: Sequence[Tensor | None], grad_out: Tensor, precision: str
+) -> list[float]:
+    """Eager's own errors; in float64, where its error is not known, those in float32 scaled."""
+    x = tensors[0]
+    assert x is not None
+    scale = 1.0
+    if x.dtype == torch.float64:
+        tensors = [None if t is None else t.float() for t in tensors]
+        grad_out = grad_out.float()
+        scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    eager = run(case, reference.conv_norm_pool, tensors, grad_out, fp32_precision=precision)
+    right = oracle(case, tensors, grad_out)
+    return [
+        0.0 if a is None or b is None else scale * error(a, b)
+        for a, b in zip(eager, right, strict=True)
+    ]
+
+
+def assert_accurate(
+    case: Case,
+    found: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    grad_out: Tensor,
+    *,
+    precision: str = "ieee",
+    like_eager: bool | None = None,
+) -> None:
+    """Each result is as near to the oracle as its dtype allows, in norm.
+
+    The bound is FACTOR times the larger of eager's own error and of eps times the size of the
+    result and of the terms that it sums. 16-bit results get the second alone, unless they are to be
+    ``like_eager``: they come from float32 sums, and eager's do not. What a dtype can't resolve near
+    zero is added.
+    """
+    x = tensors[0]
+    assert x is not None
+    eps = torch.finfo(x.dtype).eps
+    if precision == "tf32":
+        eps = torch.finfo(torch.float16).eps  # as many bits
+    own = [0.0] * len(RESULTS)
+    if like_eager or x.dtype not in HALVES:
+        own = eager_errors(case, tensors, grad_out, precision)
+    rows = zip(
+        RESULTS, found, oracle(case, tensors, grad_out), _terms(case, tensors, grad_out), own,
+        strict=True,
+    )  # fmt: skip
+    problems = []
+    for name, result, right, terms, peer in rows:
+        assert (result is None) == (right is None), name
+        if result is None or right is None or terms is None:
+            continue
+        assert result.shape == right.shape, name
+        info = torch.finfo(result.dtype)
+        bound = FACTOR * max(peer, eps * (right.norm() + terms.norm()).item())
+        bound += info.smallest_normal * info.eps * math.sqrt(result.numel())
+        if not error(result, right) <= bound:
+            problems.append(f"{name}: error {error(result, right):.2e}, bound {bound:.2e}")
+    assert not problems, f"{case}: " + "; ".join(problems)
+
+
+def check(
+    case: Case, dtype: torch.dtype, device: str, path: str, *, precision: str = "ieee"
+) -> None:
+    """One problem on one path, output and all gradients; or the planner's refusal of it."""
+    tensors = case.tensors(dtype, device)
+    grad_out = case.grad_out(dtype, device)
+    if path == "fused" and not fused_takes(case, tensors):
+        with pytest.raises(ValueError, match=r"path 'fused' can't run: \w.*"):
+            ours(case, tensors, grad_out, path=path)
+        return
+    found = ours(case, tensors, grad_out, path=path, fp32_precision=precision)
+    for result, given in zip(found, [tensors[0], *tensors], strict=True):
+        assert given is None or (result is not None and result.dtype == given.dtype)
+    assert_accurate(
+        case, found, tensors, grad_out, precision=precision,
+        like_eager=path == "eager" or None,
+    )  # fmt: skip
+
+
+def fused_takes(case: Case, tensors: Sequence[Tensor | None]) -> bool:
+    x, w, *_ = tensors
+    assert x is not None and w is not None
+    return explain(w, x, **case.convolution).path == "fused"
+
+
+def assert_same_bits(
+    found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
+) -> None:
+    """Equal bit for bit, NaN and the sign of zero included."""
+    for name, a, b in zip(RESULTS, found, wanted, strict=False):
+        assert (a is None) == (b is None), name
+        if a is not None and b is not None:
+            same = torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+            assert a.dtype == b.dtype and same, name
+
+
+def variant(case: Case, **changes: Any) -> Case:
+    return replace(case, **changes)
