@@ -90,7 +90,8 @@ class Recipe:
         """Compiles CUDA; returns the object."""
         common = ["-O3", "-DNDEBUG", "-Icsrc", "--expt-relaxed-constexpr", "-Xfatbin=-compress-all"]
         ccbin = ["-ccbin", self.cxx[0]] if os.environ.get("CXX") else []
-        host = [word for flag in self._code(includes) for word in ("-Xcompiler", flag)]
+        # nvcc hands these on through a shell.
+        host = [w for flag in self._code(includes) for w in ("-Xcompiler", shlex.quote(flag))]
         return self._compile(source, includes, nvcc, *ccbin, *common, *host, *flags)
 
     def link(self, objects: Sequence[str], output: Path, *libraries: str) -> None:
@@ -186,7 +187,7 @@ def recipe_of(decision: Decision, work: Path, outputs: dict[str, Path], jobs: in
     recipe = Recipe(work)
     sources = {name: glob(*patterns) for name, patterns in SOURCES.items()}
 
-    python = [sysconfig.get_path("include"), toolchain.pybind11_include(decision.torch)]
+    python = [toolchain.python_include(), toolchain.pybind11_include(decision.torch)]
     recipe.link([recipe.host(source, python) for source in sources[PLAN]], outputs[PLAN])
     if decision.torch is None:
         return recipe

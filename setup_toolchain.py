@@ -168,7 +168,9 @@ def read_toolkit(root: Path, nvcc: str, major: str, pip_roots: Sequence[Path]) -
     cudart = find_cudart([r / lib for r in roots for lib in ("lib64", "lib")], major)
     # nvcc finds its own toolkit's headers first; these follow, for what that toolkit lacks.
     includes = dict.fromkeys([headers[0], *(r / "include" for r in pip_roots)])
-    return Toolkit(nvcc, f"{match[1]}.{match[2]}", cudart, tuple(p for p in includes if p.is_dir()))
+    # The system's own folder must keep its place: gcc's headers count on what comes after them.
+    added = [path for path in includes if path.is_dir() and path != Path("/usr/include")]
+    return Toolkit(nvcc, f"{match[1]}.{match[2]}", cudart, tuple(added))
 
 
 def find_toolkit(torch: Torch, sites: Sequence[str]) -> Toolkit:
@@ -305,6 +307,14 @@ def host_compiler() -> list[str]:
             "set CXX to g++ 11, clang++ 16 or newer"
         )
     return command
+
+
+def python_include() -> str:
+    """Python's headers."""
+    folder = sysconfig.get_path("include")
+    if not Path(folder, "Python.h").is_file():
+        raise SystemExit(f"convnormpool: {folder} has no Python.h; install python3-dev or the like")
+    return folder
 
 
 def pybind11_include(torch: Torch | None) -> str:

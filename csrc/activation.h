@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #ifdef __CUDACC__
 #define CONVNORMPOOL_HOST_DEVICE __host__ __device__ __forceinline__
@@ -38,32 +39,11 @@ constexpr int32_t kNumActivations = 11;
 
 // nullptr for a code that is none.
 inline const char* activation_name(int64_t code) {
-  switch (code) {
-    case 0:
-      return "hardswish";
-    case 1:
-      return "identity";
-    case 2:
-      return "relu";
-    case 3:
-      return "relu6";
-    case 4:
-      return "leaky_relu";
-    case 5:
-      return "elu";
-    case 6:
-      return "silu";
-    case 7:
-      return "gelu";
-    case 8:
-      return "gelu_tanh";
-    case 9:
-      return "mish";
-    case 10:
-      return "hardsigmoid";
-    default:
-      return nullptr;
-  }
+  constexpr const char* kNames[kNumActivations] = {
+      "hardswish", "identity", "relu",      "relu6", "leaky_relu",  "elu",
+      "silu",      "gelu",     "gelu_tanh", "mish",  "hardsigmoid",
+  };
+  return code >= 0 && code < kNumActivations ? kNames[code] : nullptr;
 }
 
 namespace activations {
@@ -86,6 +66,103 @@ template <typename T>
 CONVNORMPOOL_HOST_DEVICE T one_minus(T s, T e) {
   return e < T(1) ? e * s : T(1) - s;
 }
+
+// Host code wants loops that vectorise, which calls of the C library prevent: float has its own
+// exponential and what follows from it there. Devices and double use the library's.
+#ifdef __CUDA_ARCH__
+#define CONVNORMPOOL_LIBRARY_FUNCTIONS true
+#else
+#define CONVNORMPOOL_LIBRARY_FUNCTIONS (sizeof(T) == 8)
+#endif
+
+// exp(x) = 2^n exp(r) with |r| <= log(2) / 2 and exp(r) = 1 + r + r^2 * quadratic.
+struct ReducedExp {
+  float r;
+  float quadratic;
+  float low_scale;  // low_scale * high_scale = 2^n, for n beyond the normal range too
+  float high_scale;
+
+  // x within [-104, 89], or NaN.
+  explicit CONVNORMPOOL_HOST_DEVICE ReducedExp(float x) {
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+    const float shift = 12582912.0f;
+    const float shifted = x * 1.44269504088896340736f + shift;
+    const float n = shifted - shift;
+    // log(2) in two parts, the first short enough that its multiples by n are exact.
+    r = (x - n * 0.693145751953125f) - n * 1.42860682030941723212e-6f;
+    float p = 1.0f / 5040.0f;
+    p = p * r + 1.0f / 720.0f;
+    p = p * r + 1.0f / 120.0f;
+    p = p * r + 1.0f / 24.0f;
+    p = p * r + 1.0f / 6.0f;
+    quadratic = p * r + 0.5f;
+    int32_t bits = 0;
+    std::memcpy(&bits, &shifted, sizeof(bits));
+    const int32_t exponent = bits - 0x4B400000;
+    const int32_t half = exponent >> 1;
+    low_scale = power_of_two(half);
+    high_scale = power_of_two(exponent - half);
+  }
+
+  static CONVNORMPOOL_HOST_DEVICE float power_of_two(int32_t n) {
+    const uint32_t bits = static_cast<uint32_t>(n + 127) << 23;
+    float f = 0;
+    std::memcpy(&f, &bits, sizeof(f));
+    return f;
+  }
+};
+
+template <typename T>
+CONVNORMPOOL_HOST_DEVICE T exponential(T x) {
+  if constexpr (CONVNORMPOOL_LIBRARY_FUNCTIONS) {
+    return std::exp(x);
+  } else {
+    const ReducedExp e(clamp(x, -104.0f, 89.0f));
+    return ((1.0f + (e.r + e.r * e.r * e.quadratic)) * e.low_scale) * e.high_scale;
+  }
+}
+
+// exp(x) - 1 for x <= 0.
+template <typename T>
+CONVNORMPOOL_HOST_DEVICE T exponential_minus_1(T x) {
+  if constexpr (CONVNORMPOOL_LIBRARY_FUNCTIONS) {
+    return std::expm1(x);
+  } else {
+    const ReducedExp e(clamp(x, -30.0f, 0.0f));
+    const float scale = e.low_scale * e.high_scale;
+    return scale * (e.r + e.r * e.r * e.quadratic) + (scale - 1.0f);
+  }
+}
+
+// The distribution function of the normal distribution, with its relative accuracy for negative x.
+// gauss is exp(-x^2 / 2).
+template <typename T>
+CONVNORMPOOL_HOST_DEVICE T normal_cdf(T x, T gauss) {
+  if constexpr (CONVNORMPOOL_LIBRARY_FUNCTIONS) {
+    (void)gauss;
+    return T(0.5) * std::erfc(x * T(-0.70710678118654752440));
+  } else {
+    // The tail is gauss * q(t) / (1 + 2 z), z = |x| / sqrt(2), t = (z - 2) / (z + 2), q the
+    // Chebyshev interpolant of erfcx(z) (1 + 2 z) / 2 in t. Beyond 28 gauss is zero.
+    const float z = clamp(std::fabs(x), 0.0f, 28.0f) * 0.70710678118654752440f;
+    const float t = (z - 2.0f) / (z + 2.0f);
+    float q = 8.293378778034821e-05f;
+    q = q * t - 9.123900963459164e-05f;
+    q = q * t - 0.0007041788776405156f;
+    q = q * t + 0.0005202403990551829f;
+    q = q * t + 0.004350108560174704f;
+    q = q * t - 0.003970353398472071f;
+    q = q * t - 0.027107950299978256f;
+    q = q * t + 0.08201763778924942f;
+    q = q * t - 0.08301530033349991f;
+    q = q * t - 0.04638151824474335f;
+    q = q * t + 0.6384891867637634f;
+    const float tail = gauss * (q / (1.0f + 2.0f * z));
+    return x < 0.0f ? tail : 1.0f - tail;
+  }
+}
+
+#undef CONVNORMPOOL_LIBRARY_FUNCTIONS
 
 struct Hardswish {
   // In float x/6 + 1/2 is one fused instruction. It loses the last bits of x + 3 next to -3, where
@@ -159,38 +236,36 @@ struct LeakyRelu {
 struct Elu {
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T value(T x) {
-    return x > T(0) ? x : std::expm1(x);
+    return x < T(0) ? exponential_minus_1(x) : x;
   }
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T derivative(T x) {
-    return x > T(0) ? T(1) : std::exp(x);
+    return x > T(0) ? T(1) : exponential(x);
   }
 };
 
 struct Silu {
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T value(T x) {
-    return x / (T(1) + std::exp(-x));
+    return x / (T(1) + exponential(-x));
   }
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T derivative(T x) {
-    const T e = std::exp(-x);
+    const T e = exponential(-x);
     const T s = T(1) / (T(1) + e);
     return s * (T(1) + x * one_minus(s, e));
   }
 };
 
-// erfc instead of 1 + erf: the negative tail keeps its relative accuracy.
 struct Gelu {
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T value(T x) {
-    return x * (T(0.5) * std::erfc(x * T(-0.70710678118654752440)));
+    return x * normal_cdf(x, exponential(x * x * T(-0.5)));
   }
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T derivative(T x) {
-    const T cdf = T(0.5) * std::erfc(x * T(-0.70710678118654752440));
-    const T pdf = T(0.39894228040143267794) * std::exp(x * x * T(-0.5));
-    return cdf + x * pdf;
+    const T gauss = exponential(x * x * T(-0.5));
+    return normal_cdf(x, gauss) + x * (T(0.39894228040143267794) * gauss);
   }
 };
 
@@ -199,7 +274,7 @@ struct GeluTanh {
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T exp_minus_2u(T x) {
     const T u2 = x * (T(1.59576912160573071176) + T(1.59576912160573071176 * 0.044715) * (x * x));
-    return std::exp(-u2);
+    return exponential(-u2);
   }
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T value(T x) {
@@ -226,14 +301,14 @@ struct Mish {
   }
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T value(T x) {
-    const T e = std::exp(limited(x));
+    const T e = exponential(limited(x));
     const T n = e * (e + T(2));
     return x * (n / (n + T(2)));
   }
   template <typename T>
   static CONVNORMPOOL_HOST_DEVICE T derivative(T x) {
     const T z = limited(x);
-    const T e = std::exp(z);
+    const T e = exponential(z);
     const T n = e * (e + T(2));
     const T inverse = T(1) / (n + T(2));
     return (n + z * (T(4) * e * (T(1) + e)) * inverse) * inverse + nan_unless_finite(x);

@@ -4,6 +4,7 @@
 
 #include "activation.h"
 #include "cuda/activation_moments_partition.h"
+#include "cuda/conv_activation_moments_plan.h"
 #include "plan.h"
 
 namespace py = pybind11;
@@ -85,4 +86,5 @@ PYBIND11_MODULE(_plan, m) {
   m.def("plan", &plan, py::arg("problem"), py::arg("device"), py::arg("requested") = py::none());
   m.def("activation_names", &activation_names);
   m.def("act_moments_workspace", &act_moments_workspace);
+  m.def("conv_act_moments_workspace", &conv_act_moments_workspace, py::arg("problem"));
 }

@@ -4,6 +4,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "cuda/conv_activation_moments_plan.h"
+
 namespace convnormpool {
 namespace {
 
@@ -43,7 +45,7 @@ std::string fused_refusal(const Problem& p, const Device& device) {
     }
     return "";
   }
-  return "this version has no fused CUDA kernel";
+  return window_refusal(p, device.major);
 }
 
 void plan_two_stage(const Problem& p, const Device& device, Decision& d) {
@@ -105,9 +107,14 @@ Decision plan(const Problem& p, const Device& device, std::optional<Path> reques
   reason(d.path).clear();
 
   plan_two_stage(p, device, d);
+  if (device.cuda && d.path == Path::kFused) {
+    d.backward_path = Path::kTwoStage;
+    d.backward_reason = "this version has no fused kernel for the gradients on CUDA";
+  }
   switch (d.path) {
     case Path::kFused:
-      d.kernel = "direct convolution with statistics";
+      d.kernel = device.cuda ? "direct convolution with statistics by mma.sync"
+                             : "direct convolution with statistics";
       break;
     case Path::kTwoStage:
       d.kernel = d.unfolded_channels > 0

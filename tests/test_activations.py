@@ -49,6 +49,8 @@ def test_derivatives(name: str, dtype: torch.dtype, device: str) -> None:
     eps = torch.finfo(wide).eps
     # y·a'' of a smooth activation magnifies the argument's rounding by up to its knee.
     allowed = 4 * eps * (1 + y.double().abs().clamp(max=8)) + torch.finfo(dtype).eps
+    if name == "hardsigmoid":
+        allowed = allowed + torch.finfo(torch.float32).eps  # PyTorch's 1/6 is always float32's
     assert ((found - right).abs() <= allowed).all()
 
 

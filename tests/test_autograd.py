@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from convnormpool import ConvNormPool3d, conv_norm_pool, ops
 
 CASE = Case("small", (2, 2, 3, 4, 4), 4, (2, 3, 2), 2, padding=(1, 0, 1))
+TINY = Case("tiny", (2, 2, 2, 3, 3), 4, (2, 2, 1), 2, padding=(1, 0, 1))
 SUBSETS = [s for s in itertools.product((False, True), repeat=5) if any(s)]
 SLABS = Case("slabs", (1, 1, 40, 60, 60), 4, (3, 1, 1), 2, padding=(1, 0, 0))
 
@@ -75,16 +76,17 @@ def smooth(case: Case) -> list[Tensor]:
 @pytest.mark.parametrize(
     "case",
     [
-        CASE,
-        replace(CASE, name="strided", stride=(2, 1, 2), dilation=(2, 1, 1)),
-        replace(CASE, name="grouped", groups=2),
-        replace(CASE, name="silu", activation="silu"),
+        TINY,
+        replace(TINY, name="strided", stride=(2, 1, 2), dilation=(2, 1, 1)),
+        replace(TINY, name="grouped", groups=2),
+        replace(TINY, name="silu", activation="silu"),
     ],
     ids=str,
 )
 def test_gradcheck(case: Case, way: str) -> None:
     """The layer's float64 gradients against finite differences."""
-    assert gradcheck(lambda *t: case.call(conv_norm_pool, t, path=way), smooth(case))
+    function = lambda *t: case.call(conv_norm_pool, t, path=way)  # noqa: E731
+    assert gradcheck(function, smooth(case), fast_mode=way == "eager")
 
 
 def test_gradcheck_of_the_operators() -> None:
@@ -97,7 +99,7 @@ def test_gradcheck_of_the_operators() -> None:
         lambda mean, m2, gamma, beta: ops.group_norm_pool(mean, m2, 7, gamma, beta, 2, 1e-5)[0],
         rows,
     )
-    x, w, b, *_ = smooth(CASE)
+    x, w, b, *_ = smooth(TINY)
     arguments = ((1, 1, 1), (1, 0, 1), (1, 1, 1), 1, "hardswish", "ieee", "two_stage")
     assert gradcheck(lambda *t: ops.conv_act_moments(*t, *arguments), (x, w, b))
 
@@ -112,7 +114,9 @@ def test_row_double_backward(device: str, path: str) -> None:
         with pytest.raises(RuntimeError, match="can't be differentiated again.*path='eager'"):
             dx.sum().backward()
         return
-    assert gradgradcheck(lambda *t: CASE.call(conv_norm_pool, t, path="eager"), smooth(CASE))
+    assert gradgradcheck(
+        lambda *t: CASE.call(conv_norm_pool, t, path="eager"), smooth(CASE), fast_mode=True
+    )
 
 
 def test_create_graph_without_a_second_derivative(device: str, path: str) -> None:
@@ -122,14 +126,25 @@ def test_create_graph_without_a_second_derivative(device: str, path: str) -> Non
     leaves = [None if t is None else t.clone().requires_grad_() for t in tensors]
     out = CASE.call(conv_norm_pool, leaves, path=path)
     grads = torch.autograd.grad(out, leaves, grad_out, create_graph=True)
-    assert_same_bits(grads, ours(CASE, tensors, grad_out, path=path)[1:])
+    wanted = ours(CASE, tensors, grad_out, path=path)[1:]
+    if path == "eager":  # PyTorch takes other formulas then
+        for a, b in zip(grads, wanted, strict=True):
+            assert b is not None and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    else:
+        assert_same_bits(grads, wanted)
 
 
-def test_operators_differentiate_once(device: str) -> None:
+def test_row_double_backward_of_the_operators(device: str) -> None:
+    """Never silently a constant: the operators' gradients can't be differentiated either."""
     y = torch.randn(2, 4, 9, device=device, requires_grad=True)
     (dy,) = torch.autograd.grad(ops.act_moments(y, "hardswish")[1].sum(), y, create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentiat"):
-        dy.sum().backward()
+        (dy.sum() + y.sum()).backward()
+    mean = torch.randn(2, 4, device=device, requires_grad=True)
+    out = ops.group_norm_pool(mean, mean.detach() ** 2, 9, None, None, 2, 1e-5)[0]
+    (grad,) = torch.autograd.grad(out[0, 0], mean, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiat"):
+        (grad.sum() + mean.sum()).backward()
 
 
 def test_backward_twice(device: str, path: str) -> None:

@@ -462,3 +462,41 @@ def test_information(tmp_path: Path) -> None:
     assert values["CUDA_ARCHES"] == ()
     assert values["CUDA_REASON"] == said
     assert values["CPU_REASON"] == ""
+
+
+class TestPtxasReport:
+    KERNEL = """ptxas info    : 3 bytes gmem
+ptxas info    : Compiling entry function '_Z1kIdEvPT_' for 'sm_90a'
+ptxas info    : Function properties for _Z1kIdEvPT_
+    {stack} bytes stack frame, {stores} bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 1024 bytes smem
+"""
+
+    def check(self, tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "log").write_text(text)
+        command = [sys.executable, str(ROOT / ".ci" / "check_ptxas.py"), str(tmp_path / "log")]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def test_clean(self, tmp_path: Path) -> None:
+        done = self.check(tmp_path, self.KERNEL.format(stack=0, stores=0))
+        assert done.returncode == 0
+        assert "       40    1024  " in done.stdout
+        assert "1 kernels, 0 with a spill or a stack frame" in done.stdout
+
+    @pytest.mark.parametrize(("stack", "stores"), [(8, 0), (0, 4)])
+    def test_faults(self, tmp_path: Path, stack: int, stores: int) -> None:
+        done = self.check(tmp_path, self.KERNEL.format(stack=stack, stores=stores))
+        assert done.returncode == 1
+        assert f"{stack} bytes of stack, {stores} of spill stores" in done.stdout
+
+    def test_a_called_function_counts(self, tmp_path: Path) -> None:
+        called = "ptxas info    : Function properties for slow_path\n"
+        called += "    40 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        done = self.check(tmp_path, self.KERNEL.format(stack=0, stores=0) + called)
+        assert done.returncode == 1
+        assert "slow_path [sm_90a]: 40 bytes of stack" in done.stdout
+
+    @pytest.mark.parametrize("lines", [0, 2])
+    def test_a_missing_report_is_a_fault(self, tmp_path: Path, lines: int) -> None:
+        text = "\n".join(self.KERNEL.splitlines()[:lines])
+        assert self.check(tmp_path, text).returncode == 1

@@ -50,7 +50,7 @@ Merger segment_moments(const S* y, int64_t n, Activation kind, Compute<S>* scrat
     const int64_t size = std::min(kBlock, n - i);
     const T* block = as_compute(y + i, scratch, size);
     k.activate(kind, block, scratch, size);
-    const Moments m = k.moments(scratch, nullptr, size, size);
+    const Moments m = k.moments(scratch, nullptr, size, size, merger.guess(scratch[0]));
     merger.add(static_cast<double>(size), m.mean, m.m2);
   }
   return merger;
@@ -76,9 +76,8 @@ void channels_first_moments(const S* y, const Layout& layout, Activation kind, C
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item / segments;
       const int64_t first = (item % segments) * kSegment;
-      const Merger merger =
-          segment_moments(y + row * positions + first, std::min(kSegment, positions - first), kind,
-                          scratch.data());
+      const Merger merger = segment_moments(
+          y + row * positions + first, std::min(kSegment, positions - first), kind, scratch.data());
       if (segments == 1) {
         write_moments(merger, row, mean, m2);
       } else {
@@ -150,25 +149,24 @@ void channels_last_moments(const S* y, const Layout& layout, Activation kind, Co
   std::vector<Merger> partial(
       static_cast<size_t>(segments > 1 ? layout.samples * segments * channels : 0));
   const int64_t grain = std::max<int64_t>(1, kBlock / (positions * channels));
-  torch::stable::parallel_for(
-      0, layout.samples * segments, grain, [&](int64_t begin, int64_t end) {
-        ColumnMoments<S> columns(channels, kind);
-        std::vector<Merger> merger(static_cast<size_t>(channels));
-        for (int64_t item = begin; item < end; ++item) {
-          const int64_t n = item / segments;
-          const int64_t first = (item % segments) * length;
-          std::fill(merger.begin(), merger.end(), Merger());
-          columns.add(y + (n * positions + first) * channels,
-                      std::min(length, positions - first), merger.data());
-          for (int64_t k = 0; k < channels; ++k) {
-            if (segments == 1) {
-              write_moments(merger[k], n * channels + k, mean, m2);
-            } else {
-              partial[item * channels + k] = merger[k];
-            }
-          }
+  torch::stable::parallel_for(0, layout.samples * segments, grain, [&](int64_t begin, int64_t end) {
+    ColumnMoments<S> columns(channels, kind);
+    std::vector<Merger> merger(static_cast<size_t>(channels));
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t n = item / segments;
+      const int64_t first = (item % segments) * length;
+      std::fill(merger.begin(), merger.end(), Merger());
+      columns.add(y + (n * positions + first) * channels, std::min(length, positions - first),
+                  merger.data());
+      for (int64_t k = 0; k < channels; ++k) {
+        if (segments == 1) {
+          write_moments(merger[k], n * channels + k, mean, m2);
+        } else {
+          partial[item * channels + k] = merger[k];
         }
-      });
+      }
+    }
+  });
   for (int64_t i = 0; segments > 1 && i < layout.samples * channels; ++i) {
     Merger merger;
     for (int64_t s = 0; s < segments; ++s) {
@@ -241,10 +239,9 @@ void channels_first_backward(const S* y, const Layout& layout, Activation kind,
       const Slope<T> slope = slope_of(mean, grad_mean, grad_m2, row, positions);
       for (int64_t i = first; i < last; i += kBlock) {
         const int64_t size = std::min(kBlock, last - i);
-        through_scratch(y + row * positions + i, dy + row * positions + i, size, scratch.data(),
-                        [&](const T* in, T* out) {
-                          kernels<T>().slope(kind, in, out, size, slope, nullptr);
-                        });
+        through_scratch(
+            y + row * positions + i, dy + row * positions + i, size, scratch.data(),
+            [&](const T* in, T* out) { kernels<T>().slope(kind, in, out, size, slope, nullptr); });
       }
     }
   });

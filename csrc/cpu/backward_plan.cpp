@@ -4,11 +4,11 @@ namespace convnormpool {
 namespace cpu {
 namespace {
 
-constexpr double kUnitFlops = 2e7;          // below this, halo and packing would count
-constexpr int64_t kBatchVectors = 64;       // per channel: what stays in the first-level cache
+constexpr double kUnitFlops = 2e7;      // below this, halo and packing would count
+constexpr int64_t kBatchVectors = 128;  // per channel: what stays in the first-level cache
 constexpr int64_t kMaxShares = 64;
-constexpr int64_t kShareBytes = 32 << 20;   // of the sums of all shares
-constexpr int64_t kWholeSamples = 16;       // from this N on shares hold whole samples
+constexpr int64_t kShareBytes = 32 << 20;  // of the sums of all shares
+constexpr int64_t kWholeSamples = 16;      // from this N on shares hold whole samples
 
 Phase make_phase(const Geometry& g, int64_t h, int64_t w) {
   const Problem& p = g.problem;
@@ -45,8 +45,8 @@ BackwardPlan::BackwardPlan(const Geometry& g, bool want_dx, int64_t width, int64
   unit = std::min(g.Z, round_up(ceil_div(g.Z, ceil_div(g.Z, planes)), batch));
   units = ceil_div(g.Z, unit);
   const int64_t bytes = p.K * g.taps * static_cast<int64_t>(sizeof(double));
-  shares = std::min({whole_samples ? p.N : p.N * units, kMaxShares,
-                     std::max<int64_t>(2, kShareBytes / bytes)});
+  shares = std::min(
+      {whole_samples ? p.N : p.N * units, kMaxShares, std::max<int64_t>(2, kShareBytes / bytes)});
 
   if (want_dx) {
     for (int64_t h = 0; h < p.stride[1]; ++h) {

@@ -15,8 +15,8 @@ namespace cpu {
 // The taps (r, s) that reach the inputs of one phase of the stride, for dx.
 struct Phase {
   int64_t h, w;
-  std::vector<int64_t> filter;  // r * S + s
-  std::vector<int64_t> shift;   // positions from dx back to dy
+  std::vector<int64_t> filter;   // r * S + s
+  std::vector<int64_t> shift;    // positions from dx back to dy
   int64_t row_first, row_count;  // rows of the phase that are not padding
 };
 
@@ -28,8 +28,8 @@ struct BackwardPlan {
   int64_t shares = 1;
   bool whole_samples = false;  // shares hold whole samples
 
-  int64_t margin = 0;     // zeros before dy of a plane; as many as dx needs follow it
-  int64_t dy_plane = 0;   // elements
+  int64_t margin = 0;    // zeros before dy of a plane; as many as dx needs follow it
+  int64_t dy_plane = 0;  // elements
   int64_t dy_channel = 0;
   int64_t x_channel = 0;
   std::vector<Phase> phases;

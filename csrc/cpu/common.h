@@ -90,9 +90,8 @@ template <typename T>
 class Buffer {
  public:
   explicit Buffer(int64_t size)
-      : data_(static_cast<T*>(::operator new(static_cast<size_t>(std::max<int64_t>(size, 1)) *
-                                                 sizeof(T),
-                                             std::align_val_t(64)))),
+      : data_(static_cast<T*>(::operator new(
+            static_cast<size_t>(std::max<int64_t>(size, 1)) * sizeof(T), std::align_val_t(64)))),
         size_(size) {}
   ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
   Buffer(const Buffer&) = delete;
@@ -196,6 +195,12 @@ struct Merger {
     // An infinite mean stays infinite: Inf - Inf would make it NaN.
     mean = std::isfinite(delta) ? mean + delta * share : mean + block_mean;
     count = total;
+  }
+
+  // What the next block's mean may be near to; first is one of its values.
+  template <typename T>
+  T guess(T first) const {
+    return count > 0 && std::isfinite(mean) ? static_cast<T>(mean) : first;
   }
 };
 

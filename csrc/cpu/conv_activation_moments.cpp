@@ -107,7 +107,8 @@ class Forward {
     for (int64_t k = 0; k < size; ++k) {
       T* row = y + k * g_.line;
       kernel.activate(kind_, row, row, g_.line);
-      const Moments m = kernel.moments(row, mask_.data(), g_.line, count);
+      const T guess = merger[k0 + k].guess(row[0]);
+      const Moments m = kernel.moments(row, mask_.data(), g_.line, count, guess);
       merger[k0 + k].add(static_cast<double>(count), m.mean, m.m2);
     }
   }

@@ -142,8 +142,8 @@ class Backward {
                 g_.input_planes(last - compute_first), plan_.x_channel, scratch->x.data());
     for (int64_t z = compute_first; z < last; ++z) {
       const T* x = scratch->x.data() + (z - compute_first) * p.stride[0] * g_.plane_size;
-      form_dy(n, x, (z - base) * plan_.dy_plane + plan_.margin,
-              z < first ? nullptr : scratch->db, scratch);
+      form_dy(n, x, (z - base) * plan_.dy_plane + plan_.margin, z < first ? nullptr : scratch->db,
+              scratch);
     }
     if (scratch->dw != nullptr) {
       for (int64_t z = first; z < last; z += plan_.batch) {
@@ -239,8 +239,7 @@ class Backward {
           sum_dx(group, f, tile, d, base, scratch);
           const int64_t c0 = group * g_.group_inputs + tile.first;
           for (int64_t c = 0; c < tile.size; ++c) {
-            S* plane =
-                a_.dx + ((n * p.C + c0 + c) * p.D + d - p.padding[0]) * p.H * p.W;
+            S* plane = a_.dx + ((n * p.C + c0 + c) * p.D + d - p.padding[0]) * p.H * p.W;
             unpack(scratch->dx.data() + c * dx_line(), phase, plane);
           }
         }
@@ -329,9 +328,8 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
       return t.has_value() ? output_data<S>(*t) : nullptr;
     };
     const typename Backward<S>::Arguments arguments{
-        input_data<S>(x),         input_data<S>(w),       input_data<T>(mean),
-        input_data<T>(grad_mean), input_data<T>(grad_m2), wanted(dx),
-        wanted(dw),               wanted(db)};
+        input_data<S>(x),       input_data<S>(w), input_data<T>(mean), input_data<T>(grad_mean),
+        input_data<T>(grad_m2), wanted(dx),       wanted(dw),          wanted(db)};
     const Backward<S> backward(g, arguments, b, static_cast<Activation>(activation));
     backward.run();
   });

@@ -93,7 +93,11 @@ void pack_plane(const S* in, const Geometry& g, Compute<S>* out) {
     const S* source = in + h * p.W;
     if (sw == 1) {
       T* target = phase + p.padding[2];
-      for (int64_t w = 0; w < p.W; ++w) target[w] = static_cast<T>(source[w]);
+      if constexpr (std::is_same_v<S, T>) {
+        std::memcpy(target, source, static_cast<size_t>(p.W) * sizeof(T));
+      } else {
+        for (int64_t w = 0; w < p.W; ++w) target[w] = static_cast<T>(source[w]);
+      }
       continue;
     }
     for (int64_t f = 0; f < sw; ++f) {
@@ -156,9 +160,8 @@ Geometry check_conv(const Tensor& x, const Tensor& w, const std::optional<Tensor
   const int64_t input[3] = {p.D, p.H, p.W};
   const int64_t filter[3] = {p.T, p.R, p.S};
   for (int axis = 0; axis < 3; ++axis) {
-    STD_TORCH_CHECK(
-        input[axis] + 2 * padding[axis] >= dilation[axis] * (filter[axis] - 1) + 1,
-        "the filter is larger than the padded input");
+    STD_TORCH_CHECK(input[axis] + 2 * padding[axis] >= dilation[axis] * (filter[axis] - 1) + 1,
+                    "the filter is larger than the padded input");
   }
   if (b.has_value()) check_dense(*b, "b", dtype, p.K);
   const bool is_double = dtype == ScalarType::Double;
@@ -168,9 +171,8 @@ Geometry check_conv(const Tensor& x, const Tensor& w, const std::optional<Tensor
 template std::vector<Mask<float>> position_mask<float>(const Geometry&);
 template std::vector<Mask<double>> position_mask<double>(const Geometry&);
 
-#define CONVNORMPOOL_INSTANTIATE(S)                                                              \
-  template void pack_weights<S>(const S*, const Geometry&, const std::vector<Tile>&,             \
-                                Compute<S>*);                                                    \
+#define CONVNORMPOOL_INSTANTIATE(S)                                                                \
+  template void pack_weights<S>(const S*, const Geometry&, const std::vector<Tile>&, Compute<S>*); \
   template void pack_planes<S>(const S*, const Geometry&, int64_t, int64_t, int64_t, Compute<S>*)
 
 CONVNORMPOOL_INSTANTIATE(double);

@@ -55,8 +55,8 @@ struct Geometry {
   }
 };
 
-// The offset of each tap of a group, in the order of the weights (c, t, r, s), for channels that are
-// channel_stride apart and planes that are plane_size apart.
+// The offset of each tap of a group, in the order of the weights (c, t, r, s), for channels that
+// are channel_stride apart and planes that are plane_size apart.
 std::vector<int64_t> tap_offsets(const Geometry& g, int64_t channel_stride);
 
 // One mask entry for each of `line` positions.

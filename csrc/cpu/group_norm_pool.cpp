@@ -72,8 +72,7 @@ void group_norm_pool(const Tensor& mean, const Tensor& m2, int64_t count, const 
     for (int64_t n = begin; n < end; ++n) {
       for (int64_t g = 0; g < num_groups; ++g) {
         const int64_t first = n * channels + g * per_group;
-        const Group s =
-            group_statistics(mean_data + first, m2_data + first, per_group, count, eps);
+        const Group s = group_statistics(mean_data + first, m2_data + first, per_group, count, eps);
         group_mean_data[n * num_groups + g] = static_cast<T>(s.mean);
         group_rstd_data[n * num_groups + g] = static_cast<T>(s.rstd);
         for (int64_t j = 0; j < per_group; ++j) {
@@ -163,8 +162,7 @@ void group_norm_pool_backward(const Tensor& grad_out, const Tensor& mean, const 
       std::fill(bias_sum.begin(), bias_sum.end(), 0.0);
       for (int64_t n = 0; n < samples; ++n) {
         const int64_t first = n * channels + g * per_group;
-        const Group s =
-            group_statistics(mean_data + first, m2_data + first, per_group, count, eps);
+        const Group s = group_statistics(mean_data + first, m2_data + first, per_group, count, eps);
         for (int64_t j = 0; j < per_group; ++j) {
           const double d = element(grad_data, grad_dtype, first + j);
           weight_sum[j] += d * (static_cast<double>(mean_data[first + j]) - s.mean) * s.rstd;

@@ -1,8 +1,8 @@
 // The inner loops of the CPU operators, compiled once per instruction set and chosen at run time.
 //
 // kernels_inner.h is the source; kernels_baseline.cpp, kernels_avx2.cpp and kernels_avx512.cpp
-// compile it with different target options, so that a wheel built without -march runs at full speed.
-// T is the type of the arithmetic: double for float64 tensors, float for all others.
+// compile it with different target options, so that a wheel built without -march runs at full
+// speed. T is the type of the arithmetic: double for float64 tensors, float for all others.
 #pragma once
 
 #include <cmath>
@@ -97,9 +97,9 @@ struct Kernels {
 
   // out[i] = a(in[i]); out may be in.
   void (*activate)(Activation kind, const T* in, T* out, int64_t n);
-  // Two passes around the block's own mean. mask: nullptr, or one entry per position, of which the
-  // first is set; count is the number of positions that count.
-  Moments (*moments)(const T* values, const Mask<T>* mask, int64_t n, int64_t count);
+  // pivot: a guess of the mean, which decides whether one pass is enough. mask: nullptr, or one
+  // entry per position; count is the number of positions that count.
+  Moments (*moments)(const T* values, const Mask<T>* mask, int64_t n, int64_t count, T pivot);
   // dy[i] from y[i], zero where mask (nullptr: everywhere counts) is zero; returns the sum of dy.
   double (*slope)(Activation kind, const T* y, T* dy, int64_t n, const Slope<T>& slope,
                   const Mask<T>* mask);

@@ -1,7 +1,8 @@
 // The kernels of kernels.h for one instruction set. No include guard: each kernels_*.cpp includes
 // this once, after kernels.h, under its own target options, with CONVNORMPOOL_ISA naming the
-// namespace and CONVNORMPOOL_VECTOR_BYTES the size of a vector register. Nothing here may include a header: its functions would be compiled for that target and
-// could be merged by the linker with those of other files.
+// namespace and CONVNORMPOOL_VECTOR_BYTES the size of a vector register. Nothing here may include a
+// header: its functions would be compiled for that target and could be merged by the linker with
+// those of other files.
 
 namespace convnormpool {
 namespace cpu {
@@ -127,15 +128,24 @@ inline __attribute__((always_inline)) void conv_tile(const ConvRange<T>& a, int6
   }
 }
 
+// One tile of `vectors` vectors, at most kVectors.
+template <typename T, int kTile, int kVectors>
+inline __attribute__((always_inline)) void conv_tile_of(const ConvRange<T>& a, int64_t first,
+                                                        int64_t vectors) {
+  if constexpr (kVectors > 1) {
+    if (vectors < kVectors) return conv_tile_of<T, kTile, kVectors - 1>(a, first, vectors);
+  }
+  conv_tile<T, kTile, kVectors>(a, first);
+}
+
 template <typename T, int kTile, int kVectors>
 void conv_range(const ConvRange<T>& a) {
-  int64_t first = 0;
-  for (; first + kVectors <= a.vectors; first += kVectors) conv_tile<T, kTile, kVectors>(a, first);
-  if constexpr (kVectors >= 4) {
-    constexpr int kHalf = kVectors / 2;
-    for (; first + kHalf <= a.vectors; first += kHalf) conv_tile<T, kTile, kHalf>(a, first);
+  // Tiles of nearly equal size: a small one at the end would wait for its own few additions.
+  const int64_t tiles = (a.vectors + kVectors - 1) / kVectors;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t first = a.vectors * i / tiles;
+    conv_tile_of<T, kTile, kVectors>(a, first, a.vectors * (i + 1) / tiles - first);
   }
-  for (; first < a.vectors; ++first) conv_tile<T, kTile, 1>(a, first);
 }
 
 // ---- weight gradient
@@ -185,68 +195,76 @@ void weight_gradient_tile(const WeightGradient<T>& a) {
 template <typename T>
 void activate(Activation kind, const T* in, T* out, int64_t n) {
   activations::visit(kind, [&](auto a) {
-    // out is in or apart from it.
+  // out is in or apart from it.
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) out[i] = a.value(in[i]);
   });
 }
 
+// Sums of (values - pivot - centre) and of its square.
+template <typename T>
+struct Sums {
+  double first;
+  double second;
+};
+
 template <typename T, bool kMasked>
-Moments block_moments(const T* values, const Mask<T>* mask, int64_t n, int64_t count) {
+inline __attribute__((always_inline)) Sums<T> shifted_sums(const T* values, const Mask<T>* mask,
+                                                           int64_t n, T pivot, T centre) {
   constexpr int kW = kWidth<T>;
   constexpr int kUnroll = 4;
-  const T pivot = std::isfinite(values[0]) ? values[0] : T(0);
   const Vec<T> pivots = pivot - Vec<T>{};
-  Vec<T> part[kUnroll];
-  for (int u = 0; u < kUnroll; ++u) part[u] = Vec<T>{};
+  const Vec<T> centres = centre - Vec<T>{};
+  Vec<T> first[kUnroll];
+  Vec<T> second[kUnroll];
+  for (int u = 0; u < kUnroll; ++u) first[u] = second[u] = Vec<T>{};
   int64_t i = 0;
   for (; i + kUnroll * kW <= n; i += kUnroll * kW) {
 #pragma GCC unroll 4
     for (int u = 0; u < kUnroll; ++u) {
-      Vec<T> d = load<T>(values + i + u * kW) - pivots;
-      if (kMasked) d = keep<T>(d, mask + i + u * kW);
-      part[u] += d;
-    }
-  }
-  for (; i + kW <= n; i += kW) {
-    Vec<T> d = load<T>(values + i) - pivots;
-    if (kMasked) d = keep<T>(d, mask + i);
-    part[0] += d;
-  }
-  double sum = sum_lanes<T>((part[0] + part[1]) + (part[2] + part[3]));
-  for (; i < n; ++i) {
-    if (!kMasked || mask[i]) sum += static_cast<double>(values[i] - pivot);
-  }
-  const double shift = sum / static_cast<double>(count);
-  const T centre = static_cast<T>(shift);
-  const Vec<T> centres = centre - Vec<T>{};
-
-  for (int u = 0; u < kUnroll; ++u) part[u] = Vec<T>{};
-  for (i = 0; i + kUnroll * kW <= n; i += kUnroll * kW) {
-#pragma GCC unroll 4
-    for (int u = 0; u < kUnroll; ++u) {
       Vec<T> d = (load<T>(values + i + u * kW) - pivots) - centres;
       if (kMasked) d = keep<T>(d, mask + i + u * kW);
-      part[u] += d * d;
+      first[u] += d;
+      second[u] += d * d;
     }
   }
   for (; i + kW <= n; i += kW) {
     Vec<T> d = (load<T>(values + i) - pivots) - centres;
     if (kMasked) d = keep<T>(d, mask + i);
-    part[0] += d * d;
+    first[0] += d;
+    second[0] += d * d;
   }
-  double m2 = sum_lanes<T>((part[0] + part[1]) + (part[2] + part[3]));
+  Sums<T> sums{sum_lanes<T>((first[0] + first[1]) + (first[2] + first[3])),
+               sum_lanes<T>((second[0] + second[1]) + (second[2] + second[3]))};
   for (; i < n; ++i) {
+    if (kMasked && !mask[i]) continue;
     const T d = (values[i] - pivot) - centre;
-    if (!kMasked || mask[i]) m2 += static_cast<double>(d * d);
+    sums.first += static_cast<double>(d);
+    sums.second += static_cast<double>(d) * static_cast<double>(d);
   }
-  return {static_cast<double>(pivot) + shift, m2};
+  return sums;
+}
+
+template <typename T, bool kMasked>
+Moments block_moments(const T* values, const Mask<T>* mask, int64_t n, int64_t count, T pivot) {
+  pivot = std::isfinite(pivot) ? pivot : T(0);
+  const double size = static_cast<double>(count);
+  const Sums<T> one = shifted_sums<T, kMasked>(values, mask, n, pivot, T(0));
+  const double shift = one.first / size;
+  const double m2 = one.second - one.first * shift;
+  // With a pivot near the mean one pass is as good as two.
+  if (one.second <= 4 * m2) return {static_cast<double>(pivot) + shift, m2};
+  const T centre = static_cast<T>(shift);
+  const Sums<T> two = shifted_sums<T, kMasked>(values, mask, n, pivot, centre);
+  const double rest = two.first / size;
+  return {static_cast<double>(pivot) + (static_cast<double>(centre) + rest),
+          std::fmax(0.0, two.second - two.first * rest)};
 }
 
 template <typename T>
-Moments moments(const T* values, const Mask<T>* mask, int64_t n, int64_t count) {
-  return mask ? block_moments<T, true>(values, mask, n, count)
-              : block_moments<T, false>(values, mask, n, count);
+Moments moments(const T* values, const Mask<T>* mask, int64_t n, int64_t count, T pivot) {
+  return mask ? block_moments<T, true>(values, mask, n, count, pivot)
+              : block_moments<T, false>(values, mask, n, count, pivot);
 }
 
 template <typename T>

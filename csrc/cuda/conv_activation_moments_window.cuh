@@ -121,20 +121,26 @@ struct Lane {
     add(half * kHalfTiles + v / 4, v % 4, fmaf(y, s, -pivot[v % 4 / 2]));
   }
 
-  // All values of a finished half at once.
+  // All values of a finished half at once; the same bits as take().
   __device__ __forceinline__ void take_half(int half, int tap) {
-    float h[kValues];
+    float y[kValues], s[kValues];
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) h[v] = value(half, tap, v / 4, v % 4);
-    transform(activation, h, [](const auto& function, float y, int) { return function.value(y); });
+    for (int v = 0; v < kValues; ++v) {
+      y[v] = value(half, tap, v / 4, v % 4);
+      s[v] = kFast ? __saturatef(fmaf(y[v], 1.0f / 6.0f, 0.5f)) : 1.0f;
+    }
+    if constexpr (!kFast) {
+      transform(activation, y,
+                [](const auto& function, float x, int) { return function.value(x); });
+    }
     if (!started) {
-      pivot[0] = h[0];
-      pivot[1] = h[2];
+      pivot[0] = __fmul_rn(y[0], s[0]);
+      pivot[1] = __fmul_rn(y[2], s[2]);
       started = true;
     }
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
-      add(half * kHalfTiles + v / 4, v % 4, h[v] - pivot[v % 4 / 2]);
+      add(half * kHalfTiles + v / 4, v % 4, fmaf(y[v], s[v], -pivot[v % 4 / 2]));
     }
   }
 
@@ -256,7 +262,7 @@ struct Lane {
     const float inverse_count = count > 0 ? 1.0f / static_cast<float>(count) : 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float mean = sum[i] * inverse_count;
+      const float mean = __fmul_rn(sum[i], inverse_count);
       const float m2 = fmaf(-mean, sum[i], square[i]);
       Moments<float> moments{count > 0 ? pivot[i] : 0.0f, static_cast<float>(count), mean,
                              m2 < 0.0f ? 0.0f : m2};

@@ -73,7 +73,8 @@ struct WindowConfig {
   static constexpr int kSharedBytes = 2 * kPlaneBytes > 32 * 16 ? 2 * kPlaneBytes : 32 * 16;
 
   static constexpr bool kStaticEdges = T <= 4;
-  static constexpr int kWeightRegisters = 4 * T * kUnits * kGroups * kFragments;
+  static constexpr int kWeightRegisters =
+      4 * T * kGroups * (kTf32 ? (kRows + 1) / 2 : kUnits * kFragments);
   static constexpr int kAccumulators = 4 * T * kTiles;
   static constexpr int kBlocksPerSm = Blocks > 0                                       ? Blocks
                                       : kWeightRegisters + kAccumulators + kRows > 125 ? 8
@@ -89,11 +90,8 @@ template <class Config>
 using Weights = uint32_t[Config::T][Config::kUnits][Config::kGroups][Config::kFragments][4];
 
 __device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) {
-  return low | static_cast<uint32_t>(high) << 16;
+  return __byte_perm(low, high, 0x5410);
 }
-
-__device__ __forceinline__ uint16_t low_half(uint32_t x) { return static_cast<uint16_t>(x); }
-__device__ __forceinline__ uint16_t high_half(uint32_t x) { return static_cast<uint16_t>(x >> 16); }
 
 __device__ __forceinline__ uint32_t pack(__half2 pair) {
   return pack(__half_as_ushort(__low2half(pair)), __half_as_ushort(__high2half(pair)));
@@ -328,17 +326,15 @@ __device__ __forceinline__ void load_unit(const unsigned char* at,
   }
 }
 
-// Rows 2i and 2i + 1 of a unit in one column (i is the lane's), into the unit at `at`.
+// float32 rows 2i and 2i + 1 of a unit in one column (i is the lane's), into the unit at `at`.
 template <class Config>
-__device__ __forceinline__ void store_row_pair(unsigned char* at, int i, typename Config::Raw first,
-                                               typename Config::Raw second, float scale) {
+__device__ __forceinline__ void store_row_pair(unsigned char* at, int i, float first, float second,
+                                               float scale) {
   uint32_t* const unit = reinterpret_cast<uint32_t*>(at);
   if constexpr (Config::kTf32) {
     *reinterpret_cast<uint2*>(unit + 2 * i) = make_uint2(round_tf32(first), round_tf32(second));
-  } else if constexpr (Config::kSplit) {
-    split_pair(first * scale, second * scale, unit[i], unit[2 + i]);
   } else {
-    unit[i] = pack(first, second);
+    split_pair(first * scale, second * scale, unit[i], unit[2 + i]);
   }
 }
 
@@ -356,9 +352,9 @@ __device__ __forceinline__ void stage_plane(const RawPlane<Config>& raw, float s
           buffer + window_unit(4 * u, column, Config::kColumns) * Config::kUnitBytes;
       const auto first = raw.pair[2 * u], second = raw.pair[2 * u + 1];
       if constexpr (Config::kHalf) {
-        store_row_pair<Config>(at, lane % 2, low_half(first), low_half(second), scale);
-        store_row_pair<Config>(at + Config::kUnitBytes, lane % 2, high_half(first),
-                               high_half(second), scale);
+        uint32_t* const word = reinterpret_cast<uint32_t*>(at) + lane % 2;
+        word[0] = __byte_perm(first, second, 0x5410);
+        word[Config::kUnitRegisters] = __byte_perm(first, second, 0x7632);
       } else {
         store_row_pair<Config>(at, lane % 2, first.x, second.x, scale);
         store_row_pair<Config>(at + Config::kUnitBytes, lane % 2, first.y, second.y, scale);

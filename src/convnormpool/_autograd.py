@@ -6,12 +6,11 @@ and the operators' registrations alone don't support ``torch.func.grad``. Their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import ops
 from ._schemas import LIBRARY
@@ -19,7 +18,41 @@ from ._schemas import LIBRARY
 __all__ = ["ConvNormPool"]
 
 
+_SECOND_DERIVATIVE = (
+    "the gradients of convnormpool can't be differentiated again (create_graph=True, or a gradient "
+    "of a gradient) except with path='eager'"
+)
+
+
 # --- derivatives of the operators -----------------------------------------------------------------
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that depend on ``sources``, with one clear error where that is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *gradients_and_sources: Any) -> tuple[Any, ...]:
+        return tuple(
+            g.view_as(g) if isinstance(g, Tensor) else g for g in gradients_and_sources[:count]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(_SECOND_DERIVATIVE)
+
+
+def _once_differentiable(formula: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """PyTorch's decorator of that name takes saved tensors for constants; this one does not."""
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = formula(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        applied: tuple[Any, ...] = _Once.apply(len(found), *found, *ctx.saved_tensors, *grads)
+        return applied
+
+    return backward
 
 
 def _act_moments_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -27,7 +60,7 @@ def _act_moments_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     ctx.save_for_backward(y, output[0])
 
 
-@once_differentiable
+@_once_differentiable
 def _act_moments_backward(ctx: Any, grad_mean: Tensor, grad_m2: Tensor) -> tuple[Any, ...]:
     y, mean = ctx.saved_tensors
     return ops.act_moments_backward(grad_mean, grad_m2, y, mean, ctx.activation), None
@@ -41,7 +74,7 @@ def _group_norm_pool_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
     ctx.mark_non_differentiable(output[1], output[2])
 
 
-@once_differentiable
+@_once_differentiable
 def _group_norm_pool_backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     mean, m2, weight, bias = ctx.saved_tensors
     count, num_groups, eps = ctx.arguments
@@ -61,7 +94,7 @@ def _conv_act_moments_context(ctx: Any, inputs: tuple[Any, ...], output: Any) ->
     ctx.save_for_backward(x, w, b, output[0])
 
 
-@once_differentiable
+@_once_differentiable
 def _conv_act_moments_backward(ctx: Any, grad_mean: Tensor, grad_m2: Tensor) -> tuple[Any, ...]:
     x, w, b, mean = ctx.saved_tensors
     mask = tuple(ctx.needs_input_grad[:3])
@@ -233,7 +266,4 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "the gradients of convnormpool can't be differentiated again (create_graph=True, or a "
-            "gradient of a gradient) except with path='eager'"
-        )
+        raise RuntimeError(_SECOND_DERIVATIVE)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ._schemas import LIBRARY
 
 __all__ = [
+    "autocast_enabled",
     "channels_last",
     "convolution",
     "forward",
@@ -42,6 +43,11 @@ _PRECISION_KEYS = {
     "cuda": (("cuda", "conv"),),
     "cpu": (("mkldnn", "conv"), ("mkldnn", "matmul")),
 }
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; some, "meta" for one, know no autocast."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def triple(value: int | Sequence[int]) -> Triple:

@@ -59,13 +59,19 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def conv_act_moments(
-    x: Tensor, w: Tensor, b: Tensor | None, conv: Convolution, mean: Tensor, m2: Tensor
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    conv: Convolution,
+    workspace: int,
+    mean: Tensor,
+    m2: Tensor,
 ) -> None:
     """The fused convolution and statistics."""
     _compiled._conv_act_moments_out(
         x.contiguous(), w.contiguous(), _contiguous(b), conv.stride, conv.padding, conv.dilation,
         conv.groups, _ACTIVATION_CODE[conv.activation], _PRECISION_CODE[conv.precision], mean, m2,
-        None,
+        mean.new_empty(workspace) if workspace else None,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _checks, ops, planner, reference
 from ._autograd import ConvNormPool
-from ._convolution import resolve_padding, triple
+from ._convolution import autocast_enabled, resolve_padding, triple
 from .reference import statistics_dtype
 
 __all__ = ["conv_norm_pool"]
@@ -74,7 +74,7 @@ def conv_norm_pool(
     _checks.convolution_tensors(input, weight)
     input, padding = resolve_padding(input, weight.shape[2:], padding, dilation)
     given = (input, weight, bias, norm_weight, norm_bias)
-    autocast = torch.is_autocast_enabled(input.device.type)
+    autocast = autocast_enabled(input.device.type)
     tensors, dtype = _autocast(*given) if autocast else (given, input.dtype)
     _check_tensors(*tensors, stride, padding, dilation, groups)
     _checks.num_groups(num_groups, weight.shape[0])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _checks, planner, reference
-from ._convolution import resolve_padding, triple
+from ._convolution import autocast_enabled, resolve_padding, triple
 from .functional import conv_norm_pool
 from .planner import Convolution, Decision
 
@@ -181,7 +181,7 @@ def explain(
             reason = "hooks on conv or group_norm need the tensors between the steps"
             reasons = {"fused": reason, "two_stage": reason}
             return Decision(
-                "eager", "PyTorch's operators", "eager", len(input), None, False, 0, reasons
+                "eager", "PyTorch's operators", "eager", len(input), None, False, 0, 0, reasons
             )
         weight = conv.weight
         stride, dilation, groups = conv.stride, conv.dilation, conv.groups
@@ -192,7 +192,7 @@ def explain(
         weight = module
     dilation = triple(dilation)
     input, padding = resolve_padding(input, weight.shape[2:], padding, dilation)
-    if torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
+    if autocast_enabled(input.device.type) and input.dtype != torch.float64:
         low = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(low), weight.to(low)
     _checks.convolution_arguments(input, weight, None, triple(stride), padding, dilation, groups)

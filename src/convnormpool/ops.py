@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _kernels, _library, _two_stage, planner, reference
-from ._convolution import triple
+from ._convolution import autocast_enabled, triple
 from ._schemas import LIBRARY
 from .reference import statistics_dtype
 
@@ -57,7 +57,7 @@ def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         def implementation(*args: Any, **kwargs: Any) -> Any:
             device_type = next(a.device.type for a in args if isinstance(a, Tensor))
             off: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-            if torch.is_autocast_enabled(device_type):
+            if autocast_enabled(device_type):
                 off = torch.autocast(device_type, enabled=False)
             with off:
                 return function(*args, **kwargs)
@@ -256,7 +256,7 @@ def _conv_act_moments(
     if x.shape[0] == 0:
         return mean, m2
     if decision.path == "fused":
-        _kernels.conv_act_moments(x, w, b, conv, mean, m2)
+        _kernels.conv_act_moments(x, w, b, conv, decision.workspace, mean, m2)
     else:
         _two_stage.forward(x, w, b, conv, decision, mean, m2)
     return mean, m2

@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class Decision:
         channels_last: the layout in which it is called (two_stage).
         unfolded_channels: the channels of a two-dimensional convolution that takes the place of
             the three-dimensional one (two_stage on CUDA), 0 where none does.
+        workspace: elements of the statistics dtype that the kernel needs beside its results.
         reasons: for each path not taken, one sentence why; under "gradients" the same where their
             path differs from the forward's.
     """
@@ -64,6 +66,7 @@ class Decision:
     chunk_planes: int | None
     channels_last: bool
     unfolded_channels: int
+    workspace: int
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -109,6 +112,22 @@ def _warn_eager(device_type: str) -> None:
     )
 
 
+def _problem(
+    planner: Any,
+    input: Sequence[int],
+    filter: Sequence[int],
+    conv: Convolution,
+    dtype: torch.dtype,
+) -> Any:
+    """The planner's own description of a convolution."""
+    return planner.Problem(
+        input=input, filter=filter, stride=conv.stride, padding=conv.padding,
+        dilation=conv.dilation, groups=conv.groups,
+        dtype=getattr(planner.DType, str(dtype).removeprefix("torch.")),
+        precision=getattr(planner.Precision, conv.precision),
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     input: Sequence[int],
@@ -127,13 +146,10 @@ def _plan(
         if path == "auto":
             _warn_eager(device_type)
         reasons = {"fused": reason, "two_stage": reason}
-        return Decision("eager", "PyTorch's operators", "eager", input[0], None, False, 0, reasons)
-    problem = planner.Problem(
-        input=input, filter=filter, stride=conv.stride, padding=conv.padding,
-        dilation=conv.dilation, groups=conv.groups,
-        dtype=getattr(planner.DType, str(dtype).removeprefix("torch.")),
-        precision=getattr(planner.Precision, conv.precision),
-    )  # fmt: skip
+        return Decision(
+            "eager", "PyTorch's operators", "eager", input[0], None, False, 0, 0, reasons
+        )
+    problem = _problem(planner, input, filter, conv, dtype)
     device = planner.Device(cuda=device_type == "cuda", **_device_facts(device_type, index))
     requested = None if path == "auto" else getattr(planner.Path, path)
     try:
@@ -145,9 +161,12 @@ def _plan(
     if found.backward_reason:
         reasons["gradients"] = found.backward_reason
     planes = found.chunk_planes if found.chunk_planes < problem.output[0] else None
+    workspace = 0
+    if found.path.name == "fused" and device_type == "cuda":
+        workspace = planner.conv_act_moments_workspace(problem)
     return Decision(
         found.path.name, found.kernel, found.backward_path.name, found.chunk_samples, planes,
-        found.channels_last, found.unfolded_channels, reasons,
+        found.channels_last, found.unfolded_channels, workspace, reasons,
     )  # fmt: skip
 
 

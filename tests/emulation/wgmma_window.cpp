@@ -6,6 +6,9 @@
 #include "ptx.cuh"
 #include "ptx_hopper.cuh"
 
+// Inlined as on the device the kernel's copies of a plane take a compiler minutes.
+#undef __forceinline__
+#define __forceinline__ inline
 #include "cuda/conv_activation_moments_wgmma.cuh"
 #include "check.h"
 // clang-format on
@@ -18,8 +21,7 @@ using check::Shape;
 constexpr WgmmaOperand kOperand = WgmmaOperand::OPERAND;
 constexpr bool kFloat = kOperand == WgmmaOperand::kTf32 || kOperand == WgmmaOperand::kSplit;
 using Element = std::conditional_t<
-    kFloat, float,
-    std::conditional_t<kOperand == WgmmaOperand::kBFloat16, __nv_bfloat16, __half>>;
+    kFloat, float, std::conditional_t<kOperand == WgmmaOperand::kBFloat16, __nv_bfloat16, __half>>;
 
 struct Data {
   std::vector<Element> x, w, bias;
@@ -69,11 +71,25 @@ using Partials = std::vector<float2>;
 
 template <class Config, class Act>
 Partials launch(const Shape& s, const Data& d, unsigned blocks, Act act, WgmmaParams& p) {
-  Problem problem{s.N, s.C, s.D, s.H, s.W, s.K, s.T, s.R, s.S, {1, 1, 1},
-                  {s.pad_d, s.pad_h, s.pad_w}, {1, 1, 1}, 1, DType::kFloat32, Precision::kTf32};
+  Problem problem{s.N,
+                  s.C,
+                  s.D,
+                  s.H,
+                  s.W,
+                  s.K,
+                  s.T,
+                  s.R,
+                  s.S,
+                  {1, 1, 1},
+                  {s.pad_d, s.pad_h, s.pad_w},
+                  {1, 1, 1},
+                  1,
+                  DType::kFloat32,
+                  Precision::kTf32};
   p = wgmma_params<Config>(problem);
   // As aligned as an allocation on the device.
-  Element* x = static_cast<Element*>(aligned_alloc(256, (d.x.size() * sizeof(Element) + 255) / 256 * 256));
+  Element* x =
+      static_cast<Element*>(aligned_alloc(256, (d.x.size() * sizeof(Element) + 255) / 256 * 256));
   memcpy(x, d.x.data(), d.x.size() * sizeof(Element));
   p.x = x;
   p.w = d.w.data();
@@ -119,8 +135,8 @@ void merge(const Shape& s, const WgmmaParams& p, const Partials& partials, std::
 }
 
 template <class Config>
-void run(const Shape& s, const Data& d, const char* note,
-         Activation kind = Activation::kHardswish, double tolerance = kTolerance) {
+void run(const Shape& s, const Data& d, const char* note, Activation kind = Activation::kHardswish,
+         double tolerance = kTolerance) {
   const auto expected =
       check::reference(s, operand(d.x), operand(d.w), check::widened(d.bias), kind);
   std::vector<float> mean, m2;
@@ -163,34 +179,26 @@ constexpr auto kOrdered = WgmmaOverlap::kOrdered;
 int main() {
   std::mt19937_64 random(20);
   const auto with = [&](Shape s, auto f) { f(s, make_data(s, random)); };
-  // Quads only, quads and a rest of each size, several samples a rest, a tail of samples; with every
-  // residue of Z mod T.
-  with({2, 3, 7, 7, 32, 16, 4, 4, 4}, [](auto s, auto d) {
-    run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "quads");
-  });
-  with({5, 3, 8, 8, 32, 16, 4, 4, 4}, [](auto s, auto d) {
-    run<Config<3, 4, 4, 4, kTensor, kOrdered, 3>>(s, d, "rest 1");
-  });
-  with({3, 3, 9, 5, 32, 16, 4, 4, 4}, [](auto s, auto d) {
-    run<Config<3, 4, 4, 4, kTensor, kFree, 2, 3>>(s, d, "rest 2");
-  });
-  with({2, 3, 10, 6, 32, 16, 4, 4, 4}, [](auto s, auto d) {
-    run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "rest 3");
-  });
+  // Quads only, quads and a rest of each size, several samples a rest, a tail of samples; with
+  // every residue of Z mod T.
+  with({2, 3, 7, 7, 32, 16, 4, 4, 4},
+       [](auto s, auto d) { run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "quads"); });
+  with({5, 3, 8, 8, 32, 16, 4, 4, 4},
+       [](auto s, auto d) { run<Config<3, 4, 4, 4, kTensor, kOrdered, 3>>(s, d, "rest 1"); });
+  with({3, 3, 9, 5, 32, 16, 4, 4, 4},
+       [](auto s, auto d) { run<Config<3, 4, 4, 4, kTensor, kFree, 2, 3>>(s, d, "rest 2"); });
+  with({2, 3, 10, 6, 32, 16, 4, 4, 4},
+       [](auto s, auto d) { run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "rest 3"); });
   // Fewer output planes than taps along the depth.
-  with({3, 3, 4, 8, 32, 16, 4, 4, 4}, [](auto s, auto d) {
-    run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "Z = 1");
-  });
-  with({3, 3, 5, 8, 32, 16, 4, 4, 4}, [](auto s, auto d) {
-    run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "Z = 2");
-  });
+  with({3, 3, 4, 8, 32, 16, 4, 4, 4},
+       [](auto s, auto d) { run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "Z = 1"); });
+  with({3, 3, 5, 8, 32, 16, 4, 4, 4},
+       [](auto s, auto d) { run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "Z = 2"); });
   // Padding; several tiles of columns; rows that no tensor copy can take; masked channels.
-  with({2, 3, 5, 6, 32, 16, 4, 4, 4, 3, 2, 1}, [](auto s, auto d) {
-    run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "padding");
-  });
-  with({2, 3, 5, 5, 64, 7, 4, 4, 4, 1, 1, 3}, [](auto s, auto d) {
-    run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "wide, K = 7");
-  });
+  with({2, 3, 5, 6, 32, 16, 4, 4, 4, 3, 2, 1},
+       [](auto s, auto d) { run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "padding"); });
+  with({2, 3, 5, 5, 64, 7, 4, 4, 4, 1, 1, 3},
+       [](auto s, auto d) { run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "wide, K = 7"); });
   for (int width : {5, 29, 31, 33}) {
     with({3, 3, 5, 6, width, 1, 4, 4, 4, 1, 0, 2}, [](auto s, auto d) {
       run<Config<3, 4, 4, 4, kElements, kFree, 2>>(s, d, "elements, K = 1");
@@ -200,18 +208,14 @@ int main() {
     run<Config<3, 4, 4, 4, kElements, kOrdered, 2>>(s, d, "elements, K = 24");
   });
   // Other filters and channels; every activation.
-  with({3, 2, 5, 7, 16, 16, 3, 3, 3, 1, 1, 1}, [](auto s, auto d) {
-    run<Config<2, 3, 3, 3, kTensor, kOrdered, 2>>(s, d, "3 x 3 x 3");
-  });
-  with({3, 1, 5, 7, 16, 16, 2, 3, 1, 1, 1, 0}, [](auto s, auto d) {
-    run<Config<1, 2, 3, 1, kTensor, kOrdered, 2>>(s, d, "2 x 3 x 1");
-  });
-  with({3, 4, 5, 7, 16, 16, 1, 1, 2}, [](auto s, auto d) {
-    run<Config<4, 1, 1, 2, kTensor, kOrdered, 2>>(s, d, "1 x 1 x 2");
-  });
-  with({3, 4, 5, 7, 16, 16, 1, 2, 4}, [](auto s, auto d) {
-    run<Config<4, 1, 2, 4, kTensor, kOrdered, 2>>(s, d, "1 x 2 x 4");
-  });
+  with({3, 2, 5, 7, 16, 16, 3, 3, 3, 1, 1, 1},
+       [](auto s, auto d) { run<Config<2, 3, 3, 3, kTensor, kOrdered, 2>>(s, d, "3 x 3 x 3"); });
+  with({3, 1, 5, 7, 16, 16, 2, 3, 1, 1, 1, 0},
+       [](auto s, auto d) { run<Config<1, 2, 3, 1, kTensor, kOrdered, 2>>(s, d, "2 x 3 x 1"); });
+  with({3, 4, 5, 7, 16, 16, 1, 1, 2},
+       [](auto s, auto d) { run<Config<4, 1, 1, 2, kTensor, kOrdered, 2>>(s, d, "1 x 1 x 2"); });
+  with({3, 4, 5, 7, 16, 16, 1, 2, 4},
+       [](auto s, auto d) { run<Config<4, 1, 2, 4, kTensor, kOrdered, 2>>(s, d, "1 x 2 x 4"); });
   for (int kind = 1; kind < convnormpool::kNumActivations; ++kind) {
     with({2, 1, 3, 5, 16, 16, 2, 2, 2}, [&](auto s, auto d) {
       run<Config<1, 2, 2, 2, kTensor, kOrdered, 2>>(s, d, activation_name(kind), Activation(kind),

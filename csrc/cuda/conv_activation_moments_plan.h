@@ -1,0 +1,89 @@
+// Which window kernel takes a problem, and how it cuts a sample: plain C++, asked by the planner
+// and by the launch, so that both go by the same numbers.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "cuda/conv_activation_moments_window_map.h"
+#include "problem.h"
+
+namespace convnormpool {
+
+// The compiled window kernels. "Short rows": no padding in H and W, and one segment of 24 to 32
+// outputs holds a row, so that hardly anything is masked.
+enum class WindowKernel : int32_t {
+  kNone,
+  k4x4x4Channels3ShortRows,
+  k4x4x4Channels3,
+  k3x3x3Channels1,
+  k3x3x3Channels3,
+  k3x3x3Channels4,
+};
+
+// Output columns of a segment, in tiles of 8.
+constexpr int32_t kWindowTiles = 4;
+// Output planes of a slab: deep samples are cut so that few of them fill the device.
+constexpr int32_t kWindowSlabPlanes = 32;
+
+inline bool has_filter(const Problem& p, int64_t extent, int64_t channels) {
+  return p.T == extent && p.R == extent && p.S == extent && p.C == channels;
+}
+
+inline WindowKernel window_kernel(const Problem& p) {
+  if (has_filter(p, 4, 3)) {
+    const bool unpadded = p.padding[1] == 0 && p.padding[2] == 0;
+    const bool short_rows = unpadded && p.W <= 8 * kWindowTiles && p.Q() >= 8 * (kWindowTiles - 1);
+    return short_rows ? WindowKernel::k4x4x4Channels3ShortRows : WindowKernel::k4x4x4Channels3;
+  }
+  if (has_filter(p, 3, 1)) return WindowKernel::k3x3x3Channels1;
+  if (has_filter(p, 3, 3)) return WindowKernel::k3x3x3Channels3;
+  if (has_filter(p, 3, 4)) return WindowKernel::k3x3x3Channels4;
+  return WindowKernel::kNone;
+}
+
+inline WindowGeometry window_geometry_of(const Problem& p) {
+  const auto narrow = [](int64_t extent) { return static_cast<int32_t>(extent); };
+  return window_geometry(narrow(p.D), narrow(p.H), narrow(p.W), narrow(p.K), narrow(p.Z()),
+                         narrow(p.P()), narrow(p.Q()), narrow(p.padding[0]), narrow(p.padding[1]),
+                         narrow(p.padding[2]), kWindowSlabPlanes, kWindowTiles);
+}
+
+// Why no window kernel takes the problem on a device of compute capability major.x; empty if one
+// does.
+inline std::string window_refusal(const Problem& p, int32_t major) {
+  if (major < 8) return "the fused kernels need compute capability 8.0 or later";
+  if (p.dtype == DType::kFloat64) return "the fused kernels take no float64";
+  for (int i = 0; i < 3; ++i) {
+    if (p.stride[i] != 1 || p.dilation[i] != 1) {
+      return "the fused kernels take stride 1 and dilation 1";
+    }
+  }
+  if (p.groups != 1) return "the fused kernels take no grouped convolutions";
+  if (window_kernel(p) == WindowKernel::kNone) {
+    return "the fused kernels take filters 4x4x4 with 3 input channels and 3x3x3 with 1, 3 or 4; "
+           "this one is " +
+           std::to_string(p.T) + "x" + std::to_string(p.R) + "x" + std::to_string(p.S) + " with " +
+           std::to_string(p.C);
+  }
+  const int64_t filter[3] = {p.T, p.R, p.S};
+  for (int i = 0; i < 3; ++i) {
+    if (p.padding[i] >= filter[i]) return "the fused kernels take padding below the kernel size";
+  }
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (p.D >= kMost || p.H >= kMost || p.W >= kMost || p.K >= kMost || p.N >= kMost ||
+      p.P() * ((p.Z() + kWindowSlabPlanes) / kWindowSlabPlanes + 1) *
+              (p.Q() / (8 * kWindowTiles) + 1) >=
+          kMost) {
+    return "the problem's extents are beyond the fused kernels' 32-bit counts";
+  }
+  return "";
+}
+
+// Floats of workspace that _conv_act_moments_out needs on CUDA.
+inline int64_t conv_act_moments_workspace(const Problem& p) {
+  return p.N * window_pieces(window_geometry_of(p)) * p.K * 2;
+}
+
+}  // namespace convnormpool
