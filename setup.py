@@ -95,11 +95,20 @@ class Recipe:
         return self._compile(source, includes, nvcc, *ccbin, *common, *host, *flags)
 
     def link(self, objects: Sequence[str], output: Path, *libraries: str) -> None:
-        """Links a module, without an rpath: what it needs is in the process once torch is."""
+        """Links a module, without an rpath: what it needs is in the process once torch is.
+
+        It exports nothing but Python's entry. Templates of the standard library have default
+        visibility whatever -fvisibility says, and torch loads libraries into the global scope:
+        copies of them made here would be taken by others, and theirs by this one.
+        """
         if sys.platform == "darwin":
             flags = ["-undefined", "dynamic_lookup"]
         else:  # the planner finds Python's symbols in the process; a library names all it needs
-            flags = ["-Wl,-s", *(["-Wl,--no-undefined"] if libraries else [])]
+            exports = self.work / f"{output.name}.map"
+            exports.parent.mkdir(parents=True, exist_ok=True)
+            exports.write_text("{ global: PyInit_*; local: *; };\n")
+            flags = ["-Wl,-s", f"-Wl,--version-script={exports}"]
+            flags += ["-Wl,--no-undefined"] if libraries else []
         command = (*self.cxx, "-shared", *flags, *objects, "-o", str(output), *libraries)
         self.steps.append(Step(command, tuple(objects), str(output), compiles=False))
 

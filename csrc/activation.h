@@ -144,7 +144,7 @@ CONVNORMPOOL_HOST_DEVICE T normal_cdf(T x, T gauss) {
   } else {
     // The tail is gauss * q(t) / (1 + 2 z), z = |x| / sqrt(2), t = (z - 2) / (z + 2), q the
     // Chebyshev interpolant of erfcx(z) (1 + 2 z) / 2 in t. Beyond 28 gauss is zero.
-    const float z = clamp(std::fabs(x), 0.0f, 28.0f) * 0.70710678118654752440f;
+    const float z = clamp(x < 0.0f ? -x : x, 0.0f, 28.0f) * 0.70710678118654752440f;
     const float t = (z - 2.0f) / (z + 2.0f);
     float q = 8.293378778034821e-05f;
     q = q * t - 9.123900963459164e-05f;

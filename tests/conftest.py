@@ -13,7 +13,9 @@ import torch
 
 from convnormpool import explain
 
-SEED = int(os.environ.get("CONVNORMPOOL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
+SEED = int(os.environ.get("CONVNORMPOOL_TEST_SEED", "0")) or random.SystemRandom().randrange(
+    1, 2**31
+)
 
 
 @functools.cache
@@ -30,9 +32,8 @@ def _has_fused(device: str) -> bool:
 
 @functools.cache
 def _paths(device: str) -> tuple[str, ...]:
-    # A CPU build without the fused path is broken and must fail; a CUDA build may have none.
-    fused = device == "cpu" or _has_fused(device)
-    return ("fused", "two_stage", "eager") if fused else ("two_stage", "eager")
+    # On CUDA the fused path refuses many a shape, which then is for "auto" to send elsewhere.
+    return ("fused" if device == "cpu" else "auto", "two_stage")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,18 +50,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``device`` runs a test on every kind of device; ``path`` beside it on each path as well.
+    """``device`` runs a test on every kind of device, beside it ``path`` on each of our paths.
 
-    ``fused_device`` is every kind of device that has the fused path.
+    ``any_path`` has the eager path, too; ``fused_device`` is every device that has the fused path.
     """
     names = metafunc.fixturenames
-    if "device" in names and "path" in names:
-        pairs = [(device, path) for device in _devices() for path in _paths(device)]
-        metafunc.parametrize(("device", "path"), pairs)
-    elif "device" in names:
-        metafunc.parametrize("device", _devices())
+    only_cuda = metafunc.definition.get_closest_marker("cuda") is not None
+    devices = [d for d in _devices() if d == "cuda" or not only_cuda]
+    for name, more in (("path", ()), ("any_path", ("eager",))):
+        if "device" in names and name in names:
+            pairs = [(device, path) for device in devices for path in (*_paths(device), *more)]
+            # Where there is none a test of CUDA is deselected, which takes an item to deselect.
+            metafunc.parametrize(("device", name), pairs or [("cuda", "two_stage")])
+            return
+    if "device" in names:
+        metafunc.parametrize("device", devices or ["cuda"])
     elif "fused_device" in names:
-        metafunc.parametrize("fused_device", [d for d in _devices() if "fused" in _paths(d)])
+        metafunc.parametrize("fused_device", [d for d in _devices() if _has_fused(d)])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

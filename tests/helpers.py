@@ -79,7 +79,9 @@ class Case:
     def grad_out(self, dtype: torch.dtype, device: str) -> Tensor:
         return torch.randn(self.input[0], self.outputs).to(device, dtype)
 
-    def call(self, function: Callable[..., Tensor], tensors: Sequence[Tensor | None], **more: Any) -> Tensor:
+    def call(
+        self, function: Callable[..., Tensor], tensors: Sequence[Tensor | None], **more: Any
+    ) -> Tensor:
         """``conv_norm_pool`` or something of its signature on these tensors."""
         x, w, b, gamma, beta = tensors
         return function(
@@ -131,9 +133,7 @@ def run(
     return [out.detach(), *(None if t is None else t.grad for t in leaves)]
 
 
-def ours(
-    case: Case, tensors: Sequence[Tensor | None], grad_out: Tensor, **more: Any
-) -> Tensors:
+def ours(case: Case, tensors: Sequence[Tensor | None], grad_out: Tensor, **more: Any) -> Tensors:
     return run(case, conv_norm_pool, tensors, grad_out, **more)
 
 
@@ -277,9 +277,7 @@ def fused_takes(case: Case, tensors: Sequence[Tensor | None]) -> bool:
     return explain(w, x, **case.convolution).path == "fused"
 
 
-def assert_same_bits(
-    found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
-) -> None:
+def assert_same_bits(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
     """Equal bit for bit, NaN and the sign of zero included."""
     for name, a, b in zip(RESULTS, found, wanted, strict=False):
         assert (a is None) == (b is None), name

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from convnormpool import _kernels, _library, ops, reference
 
-SHAPES = [(2, 5, 3, 4, 5), (3, 7, 1), (1, 1, 7, 1, 9), (2, 16, 1033), (4, 3, 8, 8), (2, 33, 2, 3, 5)]
+SHAPES = [
+    (2, 5, 3, 4, 5),
+    (3, 7, 1),
+    (1, 1, 7, 1, 9),
+    (2, 16, 1033),
+    (4, 3, 8, 8),
+    (2, 33, 2, 3, 5),
+]
 LAYOUTS = ("contiguous", "channels_last")
 
 _compiled = torch.ops.convnormpool

@@ -25,21 +25,14 @@ def names(subset: tuple[bool, ...]) -> str:
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids=names)
-def test_row_only_some_gradients_wanted(
-    subset: tuple[bool, ...], device: str, path: str
-) -> None:
+def test_row_only_some_gradients_wanted(subset: tuple[bool, ...], device: str, path: str) -> None:
     """All 31 subsets of requires_grad: the wanted ones, equal to the full run."""
     tensors = CASE.tensors(torch.float32, device)
     grad_out = CASE.grad_out(torch.float32, device)
     full = ours(CASE, tensors, grad_out, path=path)
     some = run(CASE, conv_norm_pool, tensors, grad_out, subset, path=path)
     wanted = [g if take else None for g, take in zip(full[1:], subset, strict=True)]
-    if path == "eager":  # PyTorch's kernels depend on what is wanted
-        assert [t is None for t in some[1:]] == [t is None for t in wanted]
-        for a, b in zip(some[1:], wanted, strict=True):
-            assert a is None or (b is not None and torch.allclose(a, b, rtol=1e-4, atol=1e-6))
-    else:
-        assert_same_bits(some, [full[0], *wanted])
+    assert_same_bits(some, [full[0], *wanted])
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
@@ -104,14 +97,14 @@ def test_gradcheck_of_the_operators() -> None:
     assert gradcheck(lambda *t: ops.conv_act_moments(*t, *arguments), (x, w, b))
 
 
-def test_row_double_backward(device: str, path: str) -> None:
+def test_row_double_backward(device: str, any_path: str) -> None:
     """create_graph=True: right through the eager path, otherwise one clear error."""
     tensors = CASE.tensors(torch.float64, device)
     leaves = [None if t is None else t.requires_grad_() for t in tensors]
-    out = CASE.call(conv_norm_pool, leaves, path=path)
+    out = CASE.call(conv_norm_pool, leaves, path=any_path)
     (dx,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
-    if path != "eager":
-        with pytest.raises(RuntimeError, match="can't be differentiated again.*path='eager'"):
+    if any_path != "eager":
+        with pytest.raises(RuntimeError, match=r"can't be differentiated again.*path='eager'"):
             dx.sum().backward()
         return
     assert gradgradcheck(
@@ -119,15 +112,15 @@ def test_row_double_backward(device: str, path: str) -> None:
     )
 
 
-def test_create_graph_without_a_second_derivative(device: str, path: str) -> None:
+def test_create_graph_without_a_second_derivative(device: str, any_path: str) -> None:
     """Wanting the graph alone changes no gradient."""
     tensors = CASE.tensors(torch.float32, device)
     grad_out = CASE.grad_out(torch.float32, device)
     leaves = [None if t is None else t.clone().requires_grad_() for t in tensors]
-    out = CASE.call(conv_norm_pool, leaves, path=path)
+    out = CASE.call(conv_norm_pool, leaves, path=any_path)
     grads = torch.autograd.grad(out, leaves, grad_out, create_graph=True)
-    wanted = ours(CASE, tensors, grad_out, path=path)[1:]
-    if path == "eager":  # PyTorch takes other formulas then
+    wanted = ours(CASE, tensors, grad_out, path=any_path)[1:]
+    if any_path == "eager":  # PyTorch takes other formulas then
         for a, b in zip(grads, wanted, strict=True):
             assert b is not None and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     else:
@@ -161,8 +154,6 @@ def test_backward_twice(device: str, path: str) -> None:
 @pytest.mark.parametrize("which", range(3), ids=PARAMETERS[:3])
 def test_in_place_edit_raises(which: int, device: str, path: str) -> None:
     """A tensor that the backward needs and that was written to since is an error."""
-    if path == "eager":
-        which = min(which, 1)  # PyTorch's convolution needs no bias in its backward
     leaves = [
         None if t is None else t.requires_grad_() for t in CASE.tensors(torch.float32, device)
     ]
@@ -176,8 +167,8 @@ def test_in_place_edit_raises(which: int, device: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
-def test_checkpoint(reentrant: bool, device: str, path: str) -> None:
-    layer = ConvNormPool3d(2, 4, (2, 3, 2), 2, path=path, device=device)
+def test_checkpoint(reentrant: bool, device: str, any_path: str) -> None:
+    layer = ConvNormPool3d(2, 4, (2, 3, 2), 2, path=any_path, device=device)
     x = torch.randn(2, 2, 3, 4, 4, device=device, requires_grad=True)
     layer(x).square().sum().backward()
     wanted = [x.grad, *(p.grad for p in layer.parameters())]

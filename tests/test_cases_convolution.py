@@ -46,9 +46,7 @@ def test_same_padding_with_dilation(device: str, path: str) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2, 6], ids=["dense", "grouped", "depthwise"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_every_axis_different(
-    groups: int, dtype: torch.dtype, device: str, path: str
-) -> None:
+def test_row_every_axis_different(groups: int, dtype: torch.dtype, device: str, path: str) -> None:
     """k = (2,3,5), stride (1,2,3), padding (0,1,2), dilation (1,1,2), grouped and depthwise."""
     case = Case("axes", (2, 6, 5, 8, 13), 12, num_groups=4, groups=groups, **AXES)
     check(case, dtype, device, path)
@@ -80,9 +78,6 @@ def test_row_empty_batch(device: str, path: str) -> None:
     case = Case("empty", (0, 3, 8, 8, 8), 16)
     for dtype in DTYPES:
         tensors = case.tensors(dtype, device)
-        if path == "eager":
-            # PyTorch's own group_norm decides there; the package's choice for the case is not it.
-            path = "auto"
         found = ours(case, tensors, case.grad_out(dtype, device), path=path)
         assert found[0] is not None and found[0].shape == (0, 16) and found[0].dtype == dtype
         for grad, tensor in zip(found[1:], tensors, strict=True):
@@ -92,8 +87,6 @@ def test_row_empty_batch(device: str, path: str) -> None:
 
 def test_one_value(device: str, path: str) -> None:
     """The smallest problem that there is; eager PyTorch refuses it."""
-    if path == "eager":
-        path = "auto"
     x = torch.randn(1, 1, 1, 1, 1, device=device)
     w = torch.randn(1, 1, 1, 1, 1, device=device)
     assert conv_norm_pool(x, w, num_groups=1, path=path).tolist() == [[0.0]]

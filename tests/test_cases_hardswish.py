@@ -24,13 +24,13 @@ def knees(dtype: torch.dtype, device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_gradient_at_the_knees(dtype: torch.dtype, device: str, path: str) -> None:
+def test_row_gradient_at_the_knees(dtype: torch.dtype, device: str, any_path: str) -> None:
     """The gradient at exactly -3 and 3: 0 at -3, 1 at 3, as the installed torch."""
     x = knees(dtype, device)
     tensors = [x, torch.ones(4, 1, 1, 1, 1).to(x), None, None, None]
     grad_out = IDENTITY.grad_out(dtype, device)
-    found = ours(IDENTITY, tensors, grad_out, path=path)
-    assert_accurate(IDENTITY, found, tensors, grad_out, like_eager=path == "eager" or None)
+    found = ours(IDENTITY, tensors, grad_out, path=any_path)
+    assert_accurate(IDENTITY, found, tensors, grad_out, like_eager=any_path == "eager" or None)
     dx = found[1]
     assert dx is not None and not dx[x <= -3].any()
 
@@ -85,7 +85,7 @@ def test_row_knees_never_tested_identity(device: str, path: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_row_fmax_swallows_nan(
-    poison: float, dtype: torch.dtype, device: str, path: str
+    poison: float, dtype: torch.dtype, device: str, any_path: str
 ) -> None:
     """NaN in one sample of three: that sample NaN, the others bit-equal to a clean run.
 
@@ -94,9 +94,9 @@ def test_row_fmax_swallows_nan(
     tensors = SMALL.tensors(dtype, device)
     x = tensors[0]
     assert x is not None
-    clean = SMALL.call(conv_norm_pool, tensors, path=path)
+    clean = SMALL.call(conv_norm_pool, tensors, path=any_path)
     x[1, :, 2, 3, 4] = poison
-    out = SMALL.call(conv_norm_pool, tensors, path=path)
+    out = SMALL.call(conv_norm_pool, tensors, path=any_path)
     assert out[1].isnan().all()
     assert_same_bits([out[::2].contiguous()], [clean[::2].contiguous()])
 

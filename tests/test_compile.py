@@ -52,9 +52,9 @@ def assert_near(found: list[Tensor], wanted: list[Tensor]) -> None:
         assert a.dtype == b.dtype and torch.allclose(a, b, **NEAR)
 
 
-def test_model_in_one_graph(device: str, path: str) -> None:
+def test_model_in_one_graph(device: str, any_path: str) -> None:
     """fullgraph, forward and gradients, as traced; what is generated is another test's."""
-    model = Model(path).to(device)
+    model = Model(any_path).to(device)
     x = torch.randn(2, 3, 5, 6, 7, device=device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_near(gradients(compiled, model, x), gradients(model, model, x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import CASES, Case, assert_same_bits, check, ours, run
+from helpers import CASES, DTYPES, Case, assert_same_bits, check, ours, run
 
 from convnormpool import conv_norm_pool, explain, ops, reference
 
@@ -12,8 +12,8 @@ PLAIN = Case("plain", (3, 3, 5, 8, 9), 16, (3, 2, 3), 4, padding=(1, 0, 1))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_float32(case: Case, device: str, path: str) -> None:
-    check(case, torch.float32, device, path)
+def test_float32(case: Case, device: str, any_path: str) -> None:
+    check(case, torch.float32, device, any_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -22,6 +22,23 @@ def test_float32(case: Case, device: str, path: str) -> None:
 )
 def test_other_dtypes(case: Case, dtype: torch.dtype, device: str, path: str) -> None:
     check(case, dtype, device, path)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fused_or_refused(case: Case, dtype: torch.dtype) -> None:
+    """CUDA's fused kernel takes some of the cases, and refuses the others in words."""
+    check(case, dtype, "cuda", "fused")
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_reference_filter(precision: str, device: str, path: str) -> None:
+    """The filter that the project is about, in both precisions, in every storage type."""
+    case = Case("reference", (2, 3, 7, 12, 33), 16, (4, 4, 4), 4)
+    for dtype in DTYPES:
+        asked = precision if device == "cuda" and dtype == torch.float32 else "ieee"
+        check(case, dtype, device, path, precision=asked)
 
 
 def test_tf32(device: str, path: str) -> None:
@@ -53,8 +70,6 @@ def test_cut_cases_are_cut(name: str) -> None:
 
 def test_moments(device: str, path: str) -> None:
     """The operator's own results, in the statistics type, against the moments of eager's output."""
-    if path == "eager":
-        path = "auto"  # where a library is loaded the operator itself needs no eager path
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         x, w, b, *_ = PLAIN.tensors(dtype, device)
         assert x is not None and w is not None and b is not None
@@ -71,12 +86,12 @@ def test_moments(device: str, path: str) -> None:
             assert (a - right).norm() <= 16 * eps * right.norm()
 
 
-def test_no_gradient_wanted(device: str, path: str) -> None:
+def test_no_gradient_wanted(device: str, any_path: str) -> None:
     tensors = PLAIN.tensors(torch.float32, device)
     grad_out = PLAIN.grad_out(torch.float32, device)
     with torch.no_grad():
-        without = PLAIN.call(conv_norm_pool, tensors, path=path)
+        without = PLAIN.call(conv_norm_pool, tensors, path=any_path)
     assert not without.requires_grad
-    assert_same_bits([without], ours(PLAIN, tensors, grad_out, path=path)[:1])
-    alone = run(PLAIN, conv_norm_pool, tensors, grad_out, (False,) * 5, path=path)
+    assert_same_bits([without], ours(PLAIN, tensors, grad_out, path=any_path)[:1])
+    alone = run(PLAIN, conv_norm_pool, tensors, grad_out, (False,) * 5, path=any_path)
     assert_same_bits(alone, [without, *[None] * 5])

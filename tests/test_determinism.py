@@ -20,11 +20,6 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def package_paths(path: str) -> str:
-    """PyTorch's own operators promise none of this."""
-    return "auto" if path == "eager" else path
-
-
 def problem(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensors, torch.Tensor]:
     return case.tensors(dtype, device), case.grad_out(dtype, device)
 
@@ -34,8 +29,8 @@ def test_runs_are_equal(case: Case, device: str, path: str) -> None:
     if case.name == "wide_input" and path == "fused":
         path = "auto"
     tensors, grad_out = problem(case, torch.float32, device)
-    first = ours(case, tensors, grad_out, path=package_paths(path))
-    assert_same_bits(first, ours(case, tensors, grad_out, path=package_paths(path)))
+    first = ours(case, tensors, grad_out, path=path)
+    assert_same_bits(first, ours(case, tensors, grad_out, path=path))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,8 +68,8 @@ def test_concurrent_calls(device: str, path: str) -> None:
     """Several Python threads at once each get what they get alone."""
     case = BY_NAME["strided"]
     problems = [problem(case, torch.float32, device) for _ in range(6)]
-    wanted = [ours(case, *p, path=package_paths(path)) for p in problems]
+    wanted = [ours(case, *p, path=path) for p in problems]
     with ThreadPoolExecutor(3) as executor:
-        calls = [executor.submit(ours, case, *p, path=package_paths(path)) for p in problems]
+        calls = [executor.submit(ours, case, *p, path=path) for p in problems]
         for call, right in zip(calls, wanted, strict=True):
             assert_same_bits(call.result(), right)

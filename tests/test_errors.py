@@ -14,7 +14,9 @@ X, W = (2, 4, 5, 6, 7), (16, 4, 3, 3, 3)
 
 # The arguments that differ from a good call, and what the message must name.
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "kernel larger than the padded input": ({"weight": (16, 4, 3, 9, 3), "padding": 1}, "input.*height"),
+    "kernel larger than the padded input": (
+        {"weight": (16, 4, 3, 9, 3), "padding": 1}, "input.*height",
+    ),
     "kernel larger by dilation": ({"dilation": (1, 1, 4)}, "input.*width"),
     "no depth": ({"input": (2, 4, 0, 6, 7)}, "input.*depth"),
     "kernel of size 0": ({"weight": (16, 4, 3, 0, 3)}, "weight.*height"),
@@ -70,14 +72,14 @@ def call(changes: dict[str, Any], device: str, path: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_row_invalid_arguments(name: str, device: str, path: str) -> None:
+def test_row_invalid_arguments(name: str, device: str, any_path: str) -> None:
     changes, message = BAD[name]
     with pytest.raises((ValueError, TypeError), match=message):
-        call(changes, device, path)
+        call(changes, device, any_path)
 
 
-def test_the_good_call_is_good(device: str, path: str) -> None:
-    assert call({}, device, path).shape == (2, 16)
+def test_the_good_call_is_good(device: str, any_path: str) -> None:
+    assert call({}, device, any_path).shape == (2, 16)
 
 
 @pytest.mark.parametrize("value", [(1, 1), (1, 1, 1, 1), "2", None, 1.5], ids=str)

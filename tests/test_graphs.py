@@ -14,10 +14,6 @@ pytestmark = pytest.mark.cuda
 CASE = Case("graph", (8, 3, 6, 16, 16), 16, (3, 3, 3), 4)
 
 
-def package_path(path: str) -> str:
-    return "auto" if path == "eager" else path
-
-
 def changed(tensors: list[Tensor]) -> None:
     """New values in the same memory."""
     with torch.no_grad():
@@ -39,7 +35,7 @@ def warm(function: object) -> None:
 def test_row_capture_forward(dtype: torch.dtype, precision: str, device: str, path: str) -> None:
     """Change x, w, gamma in place and replay: the new values' result."""
     tensors = [t for t in CASE.tensors(dtype, "cuda") if t is not None]
-    way = package_path(path)
+    way = path
 
     def call() -> Tensor:
         return CASE.call(conv_norm_pool, tensors, path=way, fp32_precision=precision)
@@ -58,7 +54,7 @@ def test_row_capture_forward(dtype: torch.dtype, precision: str, device: str, pa
 def test_row_capture_forward_and_backward(dtype: torch.dtype, device: str, path: str) -> None:
     tensors = [t.requires_grad_() for t in CASE.tensors(dtype, "cuda") if t is not None]
     grad_out = CASE.grad_out(dtype, "cuda")
-    way = package_path(path)
+    way = path
 
     def call() -> list[Tensor]:
         out = CASE.call(conv_norm_pool, tensors, path=way)

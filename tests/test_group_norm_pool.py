@@ -98,7 +98,9 @@ def test_mixed_dtypes(result: torch.dtype, parameter: torch.dtype, device: str) 
         assert found.dtype == parameter and torch.equal(found, right.to(parameter))
 
 
-@pytest.mark.parametrize("mask", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str
+)
 def test_masks(mask: tuple[int, int, int], device: str) -> None:
     """A wanted gradient is that of the full call; an unwanted one has no elements."""
     h, weight, bias = problem(12, device)

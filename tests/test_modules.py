@@ -41,12 +41,12 @@ def sample(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_row_module_compatibility(options: str, device: str, path: str) -> None:
+def test_row_module_compatibility(options: str, device: str, any_path: str) -> None:
     """Same names, same initial values from the same seed, state_dict both ways, same results."""
     torch.manual_seed(17)
     eager = Chain(**OPTIONS[options])
     torch.manual_seed(17)
-    layer = ConvNormPool3d(4, 16, 3, path=path, **OPTIONS[options])
+    layer = ConvNormPool3d(4, 16, 3, path=any_path, **OPTIONS[options])
     state = layer.state_dict()
     assert list(state) == list(eager.state_dict())
     for name, value in eager.state_dict().items():
@@ -79,9 +79,9 @@ def test_row_deepcopy_and_pickle(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_dtypes(dtype: torch.dtype, device: str, path: str) -> None:
+def test_row_dtypes(dtype: torch.dtype, device: str, any_path: str) -> None:
     """.half(), .to(bf16), .double(), and back."""
-    layer = ConvNormPool3d(4, 16, 3, path=path).to(device)
+    layer = ConvNormPool3d(4, 16, 3, path=any_path).to(device)
     x = sample(device)
     near = 0.05 if dtype in HALVES else 1e-4
     right = layer(x)
@@ -102,9 +102,9 @@ def test_channels_last_parameters(device: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
-def test_padding_modes(mode: str, device: str, path: str) -> None:
+def test_padding_modes(mode: str, device: str, any_path: str) -> None:
     options: dict[str, Any] = {"padding": (1, 2, 0), "padding_mode": mode}
-    layer, eager = ConvNormPool3d(4, 16, 3, path=path, **options), Chain(**options)
+    layer, eager = ConvNormPool3d(4, 16, 3, path=any_path, **options), Chain(**options)
     eager.load_state_dict(layer.state_dict())
     x = sample(device).requires_grad_()
     layer.to(device)(x).square().sum().backward()
@@ -173,7 +173,14 @@ def test_hooks_on_the_layer_itself(device: str) -> None:
 
 def test_repr() -> None:
     text = repr(ConvNormPool3d(4, 16, 3, activation="mish", fp32_precision="tf32", path="eager"))
-    for word in ("ConvNormPool3d", "Conv3d(4, 16", "GroupNorm(4, 16", "'mish'", "'tf32'", "'eager'"):
+    for word in (
+        "ConvNormPool3d",
+        "Conv3d(4, 16",
+        "GroupNorm(4, 16",
+        "'mish'",
+        "'tf32'",
+        "'eager'",
+    ):
         assert word in text
 
 

@@ -1,4 +1,4 @@
-"""The planner: paths, reasons, chunks; the C++ that decides, asked about devices that aren't here."""
+"""The planner: paths, reasons, chunks; the C++ that decides, asked about devices not here."""
 
 from __future__ import annotations
 

@@ -33,8 +33,6 @@ def scaled(case: Case, x_scale: Tensor | float, device: str) -> list[Tensor | No
 def test_scale_of_the_input(exponent: int, device: str, path: str) -> None:
     """Without eps the normalisation forgets the scale: 1e-15 to 1e15 are all as good as 1."""
     tensors = scaled(LINEAR, 10.0**exponent, device)
-    if path == "eager":
-        return  # eager's own variance decides there
     out, relative = forward_error(LINEAR, tensors, path)
     # Means over 120 positions, each with float32's rounding at the size of a deviation.
     assert out.isfinite().all() and (relative <= 1e-4).all()
@@ -44,8 +42,6 @@ def test_scales_differ_between_samples(device: str, path: str) -> None:
     """Samples of 1e-12, 1 and 1e12 in one batch do not disturb each other."""
     scales = torch.tensor([1e-12, 1.0, 1e12], device=device).view(3, 1, 1, 1, 1)
     tensors = scaled(LINEAR, scales, device)
-    if path == "eager":
-        return
     out, relative = forward_error(LINEAR, tensors, path)
     assert out.isfinite().all() and (relative <= 1e-4).all()
 
@@ -54,8 +50,6 @@ def test_scales_differ_between_samples(device: str, path: str) -> None:
 def test_overflow_is_nan_or_right(exponent: int, device: str, path: str) -> None:
     """Where M2 overflows float32 the result is NaN (or float64's), never a wrong finite value."""
     tensors = scaled(LINEAR, 10.0**exponent, device)
-    if path == "eager":
-        return
     out, relative = forward_error(LINEAR, tensors, path)
     assert (out.isnan() | (relative <= 1e-4)).all()
 
@@ -71,7 +65,7 @@ def test_tiny_and_subnormal(exponent: int, device: str, path: str) -> None:
     grad_out = SMALL.grad_out(torch.float32, device)
     found = ours(SMALL, tensors, grad_out, path=path)
     assert all(t is not None and t.isfinite().all() for t in found)
-    assert_accurate(SMALL, found[:1] + [*found[1:]], tensors, grad_out)
+    assert_accurate(SMALL, found, tensors, grad_out)
 
 
 def test_zero_input_without_eps(device: str, path: str) -> None:
@@ -87,7 +81,7 @@ def test_zero_input_without_eps(device: str, path: str) -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("which", range(1, 5), ids=["w", "b", "gamma", "beta"])
 def test_hostile_parameters(which: int, poison: float, device: str, path: str) -> None:
-    """NaN or Inf in one parameter is not finite where float64 eager isn't, and as eager elsewhere."""
+    """NaN or Inf in one parameter: not finite where float64 eager isn't, as eager elsewhere."""
     tensors = SMALL.tensors(torch.float32, device)
     hit = tensors[which]
     assert hit is not None
@@ -102,8 +96,6 @@ def test_hostile_parameters(which: int, poison: float, device: str, path: str) -
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_halves_near_their_largest(dtype: torch.dtype, device: str, path: str) -> None:
     """Outputs of the convolution up to 6e4, products of 1e5 and more inside."""
-    if path == "eager":
-        path = "auto"
     tensors = SMALL.tensors(dtype, device, spread=4000)
     b = tensors[2]
     assert b is not None
@@ -120,8 +112,6 @@ def test_large_gradients(device: str, path: str) -> None:
     once = ours(SMALL, tensors, grad_out, path=path)[1:]
     for power in (2.0**40, 2.0**-40):
         found = ours(SMALL, tensors, grad_out * power, path=path)[1:]
-        if path == "eager":
-            continue
         assert_same_bits(found, [None if t is None else t * power for t in once])
 
 

@@ -11,7 +11,7 @@ from helpers import Case, assert_same_bits, ours
 
 from convnormpool import conv_norm_pool, explain
 
-CASE = Case("wide", (3, 20, 5, 8, 9), 16, (3, 2, 3), 4, padding=(1, 0, 1))
+CASE = Case("settings", (3, 4, 5, 8, 9), 16, (3, 2, 3), 4, padding=(1, 0, 1))
 
 KEYS = [
     ("generic", "all"), ("cuda", "all"), ("cuda", "conv"), ("cuda", "rnn"), ("cuda", "matmul"),
@@ -71,18 +71,16 @@ SETTINGS = (medium, everything_low, mkldnn_bf16, cudnn_tf32, cudnn_ieee, autotun
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda f: f.__name__)
-def test_settings_decide_nothing(setting: Callable[[], None], device: str, path: str) -> None:
+def test_settings_decide_nothing(setting: Callable[[], None], device: str, any_path: str) -> None:
     """The same bits under any of them, forward and backward, and the setting stays as it is."""
     tensors = CASE.tensors(torch.float32, device)
     grad_out = CASE.grad_out(torch.float32, device)
-    if path == "fused":
-        path = "auto"
-    wanted = ours(CASE, tensors, grad_out, path=path)
+    wanted = ours(CASE, tensors, grad_out, path=any_path)
     setting()
     state = snapshot()
-    found = ours(CASE, tensors, grad_out, path=path)
+    found = ours(CASE, tensors, grad_out, path=any_path)
     assert snapshot() == state
-    if path == "eager":  # as accurate, by whatever kernel
+    if any_path == "eager":  # as accurate, by whatever kernel
         for a, b in zip(found, wanted, strict=True):
             assert a is not None and b is not None
             assert (a - b).norm() <= 1e-5 * b.norm()
@@ -90,15 +88,14 @@ def test_settings_decide_nothing(setting: Callable[[], None], device: str, path:
         assert_same_bits(found, wanted)
 
 
-def test_row_reading_allow_tf32_raises(device: str, path: str) -> None:
+def test_row_reading_allow_tf32_raises(device: str, any_path: str) -> None:
     """Once conv.fp32_precision was set "ieee", reading allow_tf32 may raise: never from here."""
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     tensors = CASE.tensors(torch.float32, device)
     grad_out = CASE.grad_out(torch.float32, device)
-    way = "auto" if path == "fused" else path
     for precision in ("ieee", "tf32"):
-        found = ours(CASE, tensors, grad_out, path=way, fp32_precision=precision)
+        found = ours(CASE, tensors, grad_out, path=any_path, fp32_precision=precision)
         assert all(t is not None and t.isfinite().all() for t in found)
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
@@ -140,10 +137,9 @@ def test_settings_survive_an_error(device: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_grad_mode_and_inference_mode(device: str, path: str) -> None:
     tensors = CASE.tensors(torch.float32, device)
-    way = "auto" if path == "fused" else path
-    wanted = CASE.call(conv_norm_pool, tensors, path=way)
+    wanted = CASE.call(conv_norm_pool, tensors, path=path)
     with torch.inference_mode():
-        found = CASE.call(conv_norm_pool, tensors, path=way)
+        found = CASE.call(conv_norm_pool, tensors, path=path)
     assert_same_bits([found.clone()], [wanted])
     assert torch.is_grad_enabled()
 
@@ -152,16 +148,15 @@ def test_deterministic_algorithms(device: str, path: str) -> None:
     """Nothing here is refused by torch.use_deterministic_algorithms."""
     tensors = CASE.tensors(torch.float32, device)
     grad_out = CASE.grad_out(torch.float32, device)
-    way = "auto" if path == "fused" else path
     torch.use_deterministic_algorithms(True)
     try:
-        ours(CASE, tensors, grad_out, path=way)
+        ours(CASE, tensors, grad_out, path=path)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_environment_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONVNORMPOOL_PATH replaces "auto" and nothing else; a wrong word is an error that names it."""
+    """CONVNORMPOOL_PATH replaces "auto" and nothing else; a wrong word in it is an error."""
     x, w, *_ = CASE.tensors(torch.float32, "cpu")
     assert x is not None and w is not None
     monkeypatch.setenv("CONVNORMPOOL_PATH", "eager")

@@ -17,10 +17,6 @@ CASE = Case("stream", (8, 3, 6, 16, 16), 16, (3, 3, 3), 4)
 REPEATS = 50
 
 
-def package_path(path: str) -> str:
-    return "auto" if path == "eager" else path
-
-
 def busy() -> None:
     """A few milliseconds of work on the current stream, so that what follows is overtaken."""
     torch.cuda._sleep(5_000_000)
@@ -28,11 +24,9 @@ def busy() -> None:
 
 def test_row_side_stream_behind_a_long_kernel(device: str, path: str) -> None:
     """50 repeats on a side stream: inputs that are still being written are waited for."""
-    if device != "cuda":
-        path = "eager"
     tensors = CASE.tensors(torch.float32, "cuda")
     grad_out = CASE.grad_out(torch.float32, "cuda")
-    way = package_path(path)
+    way = path
     wanted = ours(CASE, tensors, grad_out, path=way)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -119,9 +113,7 @@ def peak(function: Callable[[], Tensor]) -> int:
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_row_memory_kept_in_inference(precision: str, device: str, path: str) -> None:
     """no_grad, the reference workload: fused under 8 MiB beyond input and output, else 150."""
-    layer = ConvNormPool3d(
-        3, 16, 4, path=package_path(path), fp32_precision=precision, device="cuda"
-    )
+    layer = ConvNormPool3d(3, 16, 4, path=path, fp32_precision=precision, device="cuda")
     x = torch.randn(1024, 3, 16, 32, 32, device="cuda")
     bound = 8 if explain(layer, x).path == "fused" else 150
     with torch.no_grad():

@@ -34,7 +34,12 @@ def test_workers_do_not_multiply() -> None:
 
 
 def test_workers_are_reused() -> None:
-    ours(CASE, CASE.tensors(torch.float32, "cpu"), CASE.grad_out(torch.float32, "cpu"), path="two_stage")
+    ours(
+        CASE,
+        CASE.tensors(torch.float32, "cpu"),
+        CASE.grad_out(torch.float32, "cpu"),
+        path="two_stage",
+    )
     before = threading.active_count()
     for _ in range(3):
         tensors = CASE.tensors(torch.float32, "cpu")

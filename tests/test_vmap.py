@@ -44,10 +44,10 @@ def test_vmap_over_parameters(which: int, device: str, path: str) -> None:
     assert torch.allclose(found, torch.stack([one(v) for v in stacked]), **NEAR)
 
 
-def test_grad(device: str, path: str) -> None:
+def test_grad(device: str, any_path: str) -> None:
     """torch.func.grad of every argument, as autograd in float64."""
     given = tensors(device)
-    found = grad(lambda *t: layer(path, *t).square().sum(), argnums=tuple(range(5)))(*given)
+    found = grad(lambda *t: layer(any_path, *t).square().sum(), argnums=tuple(range(5)))(*given)
     leaves = [t.double().requires_grad_() for t in given]
     CASE.call(reference.conv_norm_pool, leaves).square().sum().backward()
     for a, leaf in zip(found, leaves, strict=True):
@@ -82,22 +82,22 @@ def test_vjp_and_value(device: str, path: str) -> None:
     assert torch.allclose(value, wanted.sum(), **NEAR)
 
 
-def test_jvp_is_refused(device: str, path: str) -> None:
+def test_jvp_is_refused(device: str, any_path: str) -> None:
     """Forward mode: the eager path has it, the others say that they don't."""
     given = tuple(tensors(device))
     tangents = tuple(torch.randn_like(t) for t in given)
-    if path == "eager" and device == "cpu":
-        jvp(lambda *t: layer(path, *t), given, tangents)
-    elif path != "eager":
+    if any_path == "eager" and device == "cpu":
+        jvp(lambda *t: layer(any_path, *t), given, tangents)
+    elif any_path != "eager":
         with pytest.raises(RuntimeError, match=r"jvp|forward"):
-            jvp(lambda *t: layer(path, *t), given, tangents)
+            jvp(lambda *t: layer(any_path, *t), given, tangents)
 
 
-def test_gradient_of_a_gradient_is_refused(device: str, path: str) -> None:
+def test_gradient_of_a_gradient_is_refused(device: str, any_path: str) -> None:
     """torch.func.grad twice: right through the eager path, otherwise the one clear error."""
     x, *rest = tensors(device)
-    inner = grad(lambda x: layer(path, x, *rest).square().sum())
-    if path == "eager":
+    inner = grad(lambda x: layer(any_path, x, *rest).square().sum())
+    if any_path == "eager":
         assert grad(lambda x: inner(x).sum())(x).isfinite().all()
         return
     with pytest.raises(RuntimeError, match="can't be differentiated again"):

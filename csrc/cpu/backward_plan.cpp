@@ -37,16 +37,25 @@ BackwardPlan::BackwardPlan(const Geometry& g, bool want_dx, int64_t width, int64
   batch = std::min(g.Z, std::max<int64_t>(1, kBatchVectors / g.vectors));
   whole_samples = p.N >= kWholeSamples;
 
-  const int64_t fit = kGradientBytes / (p.K * g.phase_size * element_size) - halo;
+  // The cuts count on the halo whether or not dx is wanted: dw has the same bits in both cases.
+  const int64_t fit = kGradientBytes / (p.K * g.phase_size * element_size) - g.halo;
   const double worth = std::min(kUnitFlops / g.plane_flops(), static_cast<double>(g.Z));
   int64_t planes = std::max(2 * g.halo, static_cast<int64_t>(std::ceil(worth)));
   if (whole_samples) planes = g.Z;
   planes = std::max<int64_t>(1, std::min({planes, fit, g.Z}));
   unit = std::min(g.Z, round_up(ceil_div(g.Z, ceil_div(g.Z, planes)), batch));
   units = ceil_div(g.Z, unit);
+  if (whole_samples) {
+    shares = p.N;
+  } else {
+    // Four times its halo is what a share should have, but two shares are worth twice the halo.
+    const int64_t total = p.N * g.Z;
+    const int64_t halo_planes = std::max<int64_t>(1, g.halo);
+    const int64_t few = std::min<int64_t>(2, total / (2 * halo_planes));
+    shares = std::min(p.N * units, std::max({int64_t{1}, few, total / (4 * halo_planes)}));
+  }
   const int64_t bytes = p.K * g.taps * static_cast<int64_t>(sizeof(double));
-  shares = std::min(
-      {whole_samples ? p.N : p.N * units, kMaxShares, std::max<int64_t>(2, kShareBytes / bytes)});
+  shares = std::min({shares, kMaxShares, std::max<int64_t>(2, kShareBytes / bytes)});
 
   if (want_dx) {
     for (int64_t h = 0; h < p.stride[1]; ++h) {

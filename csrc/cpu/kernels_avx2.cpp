@@ -2,7 +2,7 @@
 #include "kernels.h"
 
 #if CONVNORMPOOL_X86_TARGETS
-#pragma GCC optimize("O3")
+#pragma GCC optimize("O3,no-trapping-math,no-math-errno")
 #pragma GCC target("avx2,fma,f16c,bmi2")
 #define CONVNORMPOOL_ISA avx2
 #define CONVNORMPOOL_VECTOR_BYTES 32

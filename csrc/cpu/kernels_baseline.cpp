@@ -2,7 +2,7 @@
 #include "kernels.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("O3")
+#pragma GCC optimize("O3,no-trapping-math,no-math-errno")
 #endif
 #define CONVNORMPOOL_ISA baseline
 #if defined(__AVX512F__)

@@ -247,18 +247,19 @@ inline __attribute__((always_inline)) Sums<T> shifted_sums(const T* values, cons
 
 template <typename T, bool kMasked>
 Moments block_moments(const T* values, const Mask<T>* mask, int64_t n, int64_t count, T pivot) {
-  pivot = std::isfinite(pivot) ? pivot : T(0);
+  pivot = __builtin_isfinite(pivot) ? pivot : T(0);
   const double size = static_cast<double>(count);
   const Sums<T> one = shifted_sums<T, kMasked>(values, mask, n, pivot, T(0));
   const double shift = one.first / size;
   const double m2 = one.second - one.first * shift;
   // With a pivot near the mean one pass is as good as two.
-  if (one.second <= 4 * m2) return {static_cast<double>(pivot) + shift, m2};
+  if (one.second <= 2 * m2) return {static_cast<double>(pivot) + shift, m2};
   const T centre = static_cast<T>(shift);
   const Sums<T> two = shifted_sums<T, kMasked>(values, mask, n, pivot, centre);
   const double rest = two.first / size;
-  return {static_cast<double>(pivot) + (static_cast<double>(centre) + rest),
-          std::fmax(0.0, two.second - two.first * rest)};
+  const double m = two.second - two.first * rest;
+  // Rounding may leave less than nothing; NaN stays.
+  return {static_cast<double>(pivot) + (static_cast<double>(centre) + rest), m < 0.0 ? 0.0 : m};
 }
 
 template <typename T>
@@ -311,7 +312,7 @@ void column_moments(Activation kind, const T* in, T* scratch, int64_t rows, int6
   int64_t l = 0;
   for (; l + kW <= period; l += kW) {
     Vec<T> pivot = load<T>(values + l);
-    for (int j = 0; j < kW; ++j) pivot[j] = std::isfinite(pivot[j]) ? pivot[j] : T(0);
+    for (int j = 0; j < kW; ++j) pivot[j] = __builtin_isfinite(pivot[j]) ? pivot[j] : T(0);
     Vec<T> sum{};
     for (int64_t r = 0; r < rows; ++r) sum += load<T>(values + r * period + l) - pivot;
     const Vec<T> centre = sum * inverse;
@@ -326,7 +327,7 @@ void column_moments(Activation kind, const T* in, T* scratch, int64_t rows, int6
     }
   }
   for (; l < period; ++l) {
-    const T pivot = std::isfinite(values[l]) ? values[l] : T(0);
+    const T pivot = __builtin_isfinite(values[l]) ? values[l] : T(0);
     T sum = 0;
     for (int64_t r = 0; r < rows; ++r) sum += values[r * period + l] - pivot;
     const T centre = sum * inverse;

@@ -51,6 +51,8 @@ void launch_rows(const MomentsCall& call, const Fn& fn, const MomentsOut<statist
 template <typename T, int kVector, typename Fn>
 void launch_channels(const MomentsCall& call, const ChannelTile& tile, const Fn& fn,
                      const MomentsOut<statistics_t<T>>& out) {
+  // Within a thread's batch the kernel counts in 32 bits.
+  STD_TORCH_CHECK(call.layout.K < (int64_t{1} << 24), "more than 2^24 channels");
   const T* y = static_cast<const T*>(call.y.data_ptr());
   const bool wide = aligned_to(y, kVectorAlignment<T, kVector>);
   activation_moments_channels_kernel<T, Fn, kVector>

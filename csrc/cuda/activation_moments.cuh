@@ -118,28 +118,37 @@ struct RuntimeLanes {
   int log2;
 };
 
-// A batch's elements of the thread whose first element is at `source`.
+// A batch's elements, widened, of the thread whose first element is at `source`. They are widened
+// on each way of loading: packed values that met unpacked ones behind the branches would be
+// unpacked there, at a register each.
 template <bool kFull, int kBatch, typename T, typename Lanes>
 __device__ __forceinline__ void load_row_batch(const T* source, RowAccess access, Lanes lanes,
-                                               int valid, T (&raw)[kBatch]) {
+                                               int valid, statistics_t<T> (&x)[kBatch]) {
   constexpr int kVector = kVectorBytes / sizeof(T);
-  if (access == RowAccess::kStrided) {
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (kFull || j < valid) raw[j] = source[j << lanes.log2];
-    }
-  } else if (access == RowAccess::kWide) {
+  if (access == RowAccess::kWide) {
+    T raw[kBatch] = {};
 #pragma unroll
     for (int j = 0; j < kBatch; j += kVector) {
       if (kFull || j < valid) load_vector<kVector>(source + (j << lanes.log2), raw + j);
+    }
+    widen_all(raw, x);
+    return;
+  }
+  decltype(load_loose(source)) loose[kBatch] = {};
+  if (access == RowAccess::kStrided) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (kFull || j < valid) loose[j] = load_loose(source + (j << lanes.log2));
     }
   } else {
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int vector = j / kVector * kVector;
-      if (kFull || j < valid) raw[j] = source[(vector << lanes.log2) + j % kVector];
+      if (kFull || j < valid) loose[j] = load_loose(source + (vector << lanes.log2) + j % kVector);
     }
   }
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) x[j] = widen_loose(loose[j], T());
 }
 
 // One batch; `valid` of its elements exist.
@@ -147,12 +156,9 @@ template <bool kFull, int kBatch, typename T, typename Fn, typename Lanes,
           typename S = statistics_t<T>>
 __device__ __forceinline__ void row_batch(const T* source, RowAccess access, Lanes lanes, int valid,
                                           const Fn& fn, Moments<S>& moments) {
-  T raw[kBatch] = {};
-  load_row_batch<kFull, kBatch>(source, access, lanes, valid, raw);
-  if (!kFull && valid == 0) return;
   S x[kBatch];
-#pragma unroll
-  for (int j = 0; j < kBatch; ++j) x[j] = widen(raw[j]);
+  load_row_batch<kFull, kBatch>(source, access, lanes, valid, x);
+  if (!kFull && valid == 0) return;
   if constexpr (!std::is_same_v<Fn, HardswishFn>) {
     transform(fn, x, [](auto a, S value, int) { return a.value(value); });
   }
@@ -247,25 +253,25 @@ constexpr int kPositionBatch = 8;
 
 // A channels-last block's loop: `left` positions remain, this thread takes every tile.rows-th.
 template <bool kFull, int kVector, typename T, typename Fn, typename S = statistics_t<T>>
-__device__ __forceinline__ void channels_batch(const T* y, int64_t stride, int valid, bool wide,
+__device__ __forceinline__ void channels_batch(const T* y, int stride, int valid, bool wide,
                                                const Fn& fn, S& count, S (&pivot)[kVector],
                                                S (&mean)[kVector], S (&m2)[kVector]) {
   T raw[kPositionBatch * kVector] = {};
+  S x[kPositionBatch * kVector];
   if (wide) {
 #pragma unroll
     for (int j = 0; j < kPositionBatch; ++j) {
       if (kFull || j < valid) load_vector<kVector>(y + j * stride, raw + j * kVector);
     }
+    widen_all(raw, x);
   } else {
 #pragma unroll
     for (int j = 0; j < kPositionBatch * kVector; ++j) {
       if (kFull || j / kVector < valid) raw[j] = y[j / kVector * stride + j % kVector];
     }
+    widen_all(raw, x);
   }
   if (!kFull && valid == 0) return;
-  S x[kPositionBatch * kVector];
-#pragma unroll
-  for (int j = 0; j < kPositionBatch * kVector; ++j) x[j] = widen(raw[j]);
   if constexpr (!std::is_same_v<Fn, HardswishFn>) {
     transform(fn, x, [](auto a, S value, int) { return a.value(value); });
   }
@@ -281,10 +287,16 @@ __device__ __forceinline__ void channels_batch(const T* y, int64_t stride, int v
   count += added;
 }
 
+// Blocks of the channels-last kernel that an SM is to hold: the most that cost no spilled register.
+template <typename T, typename Fn>
+constexpr int kChannelBlocks = sizeof(T) == 8                    ? 1
+                               : std::is_same_v<Fn, HardswishFn> ? 5
+                                                                 : 4;
+
 // Channels-last: thread (position lane, channel lane) keeps kVector channels and walks over
 // positions, so that a block reads whole runs of positions. Grid (pieces · tiles, samples).
 template <typename T, typename Fn, int kVector>
-__global__ void __launch_bounds__(kMomentsThreads, sizeof(T) == 8 ? 1 : 5)
+__global__ void __launch_bounds__(kMomentsThreads, kChannelBlocks<T, Fn>)
     activation_moments_channels_kernel(const T* y, int64_t samples, int64_t channels,
                                        int64_t positions, ChannelTile tile,
                                        ActMomentsPartition partition, bool wide, Fn fn,
@@ -308,7 +320,7 @@ __global__ void __launch_bounds__(kMomentsThreads, sizeof(T) == 8 ? 1 : 5)
     const int64_t begin = piece * partition.piece;
     int64_t left = positions - begin;
     left = left < partition.piece ? left : partition.piece;
-    const int64_t stride = tile.rows * channels;
+    const int stride = static_cast<int>(tile.rows * channels);
     const int step = tile.rows * kPositionBatch;
     const T* source = y + (sample * positions + begin + row) * channels + channel;
     for (; left > 0; left -= step, source += kPositionBatch * stride) {

@@ -61,8 +61,8 @@ def _load_operators(name: str, reason_constant: str) -> Status:
         return Status(name, None, reason or "it is not part of this build")
     try:
         torch.ops.load_library(str(path))
-    except OSError as error:  # dlopen's failure, in the loader's own words
-        return Status(name, path, str(error))
+    except OSError as error:  # torch's names the file alone, its cause has the loader's words
+        return Status(name, path, str(error.__cause__ or error))
     return Status(name, path, "")
 
 

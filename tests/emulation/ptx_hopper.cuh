@@ -55,10 +55,9 @@ inline float operand(convnormpool::WgmmaType type, uint32_t address, int column,
   const uint32_t column_bytes = uint32_t(descriptor >> 32 & 0x3FFF) << 4;
   const int element = type == convnormpool::WgmmaType::kTf32 ? 4 : 2;
   const int per_row = 16 / element;
-  const char* p =
-      shared_pointer(address + uint32_t(depth / per_row) * depth_bytes +
-                     uint32_t(column / 8) * column_bytes +
-                     uint32_t(column % 8 * 16 + depth % per_row * element));
+  const char* p = shared_pointer(address + uint32_t(depth / per_row) * depth_bytes +
+                                 uint32_t(column / 8) * column_bytes +
+                                 uint32_t(column % 8 * 16 + depth % per_row * element));
   if (element == 4) {
     uint32_t bits;
     memcpy(&bits, p, 4);
@@ -111,8 +110,8 @@ inline void compute_wgmma(Wgmma** slots, WgmmaState** states) {
       auto [entry, fresh] = states[t]->in_flight.try_emplace(d, *d, 0);
       double sum = double(entry->second.first);
       for (int k = 0; k < depth; ++k) {
-        sum += double(a[row * size_t(depth) + size_t(k)]) *
-               double(b[size_t(k * w.columns) + column]);
+        sum +=
+            double(a[row * size_t(depth) + size_t(k)]) * double(b[size_t(k * w.columns) + column]);
       }
       entry->second.first = truncate_to_float(sum);
       ++entry->second.second;
@@ -191,10 +190,9 @@ inline void add_moments_if(float (&sum)[4], float (&square)[4], const float (&v)
   }
 }
 
-inline uint64_t wgmma_descriptor(uint32_t address, uint32_t depth_bytes, uint32_t column_bytes) {
+inline uint32_t wgmma_operand(uint32_t address, uint32_t depth_bytes) {
   if (address % 16 != 0) emu::fail("wgmma: address 0x%x is not aligned", address);
-  return uint64_t{(address & 0x3FFFFu) >> 4} | uint64_t{depth_bytes >> 4} << 16 |
-         uint64_t{column_bytes >> 4} << 32;
+  return (address & 0x3FFFFu) >> 4 | depth_bytes >> 4 << 16;
 }
 
 inline void wgmma_fence() { emu::per_thread<emu::WgmmaState>().fenced = true; }
@@ -234,13 +232,13 @@ void pin_fragments(uint32_t (&)[Count][4]) {}
 inline void set_accumulator(float& d, float value) { d = value; }
 
 template <WgmmaType Type, int N>
-void wgmma(float* d, const uint32_t (&a)[4], uint64_t b) {
+void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
   auto& state = emu::per_thread<emu::WgmmaState>();
   if (!state.fenced) emu::fail("wgmma without a fence");
   struct Slot {
     emu::Wgmma wgmma;
     emu::WgmmaState* state;
-  } slot{{Type, N, b, d, a, {a[0], a[1], a[2], a[3]}}, &state};
+  } slot{{Type, N, uint64_t{8} << 32 | b, d, a, {a[0], a[1], a[2], a[3]}}, &state};
   emu::warpgroup_collective("wgmma", slot, [](Slot** slots) {
     emu::Wgmma* wgmmas[emu::kWarpgroup];
     emu::WgmmaState* states[emu::kWarpgroup];

@@ -67,10 +67,12 @@ TensorMap tensor_map(const Shape& s, const WgmmaParams& p, bool rest) {
   return map;
 }
 
-using Partials = std::vector<float2>;
+struct Moments {
+  std::vector<float> mean, m2;
+};
 
 template <class Config, class Act>
-Partials launch(const Shape& s, const Data& d, unsigned blocks, Act act, WgmmaParams& p) {
+Moments launch(const Shape& s, const Data& d, unsigned blocks, Act act) {
   Problem problem{s.N,
                   s.C,
                   s.D,
@@ -86,83 +88,62 @@ Partials launch(const Shape& s, const Data& d, unsigned blocks, Act act, WgmmaPa
                   1,
                   DType::kFloat32,
                   Precision::kTf32};
-  p = wgmma_params<Config>(problem);
-  // As aligned as an allocation on the device.
-  Element* x =
-      static_cast<Element*>(aligned_alloc(256, (d.x.size() * sizeof(Element) + 255) / 256 * 256));
-  memcpy(x, d.x.data(), d.x.size() * sizeof(Element));
+  WgmmaParams p = wgmma_params<Config>(problem);
+  // As aligned as an allocation on the device, and with the end where it is.
+  const size_t bytes = d.x.size() * sizeof(Element), before = (256 - bytes % 256) % 256;
+  std::vector<uint32_t> amax(size_t(s.N), 0);
+  char* memory = static_cast<char*>(aligned_alloc(256, bytes + before));
+  char* x = Config::kLoads == WgmmaLoads::kTensor ? memory : memory + before;
+  memcpy(x, d.x.data(), bytes);
   p.x = x;
   p.w = d.w.data();
   p.b = d.bias.empty() ? nullptr : d.bias.data();
-  std::vector<uint32_t> amax(size_t(s.N), 0);
-  for (size_t i = 0; i < d.x.size(); ++i) {
-    uint32_t& a = amax[i / (d.x.size() / size_t(s.N))];
-    a = std::max(a, __float_as_uint(std::fabs(float(d.x[i]))));
+  if constexpr (Config::kSplit) {
+    emulate(dim3(unsigned(s.N), 2), dim3(256), 0, sample_amax, static_cast<const float*>(p.x),
+            int64_t(d.x.size()) / s.N, amax.data());
   }
   p.amax = amax.data();
-  Partials partials(size_t(s.N * wgmma_pieces(p) * s.K), float2{NAN, NAN});
+  const size_t tiles = size_t(s.K + 15) / 16;
+  std::vector<float2> partials(size_t(s.N * wgmma_pieces(p) * s.K), float2{NAN, NAN});
+  std::vector<uint32_t> tickets(size_t(s.N) * tiles, 0);
+  Moments moments{std::vector<float>(size_t(s.N * s.K), -1.f),
+                  std::vector<float>(size_t(s.N * s.K), -1.f)};
   p.partials = partials.data();
+  p.tickets = tickets.data();
+  p.mean = moments.mean.data();
+  p.m2 = moments.m2.data();
   const TensorMap quad_map = tensor_map<Config>(s, p, false);
   const TensorMap rest_map = tensor_map<Config>(s, p, true);
-  emulate(dim3(blocks, unsigned(s.K + 15) / 16), dim3(Config::kThreads),
-          wgmma_shared_bytes<Config>(p), conv_activation_moments_wgmma<Config, Act>, p, quad_map,
-          rest_map, act);
-  free(x);
-  return partials;
+  emulate(dim3(blocks, unsigned(tiles)), dim3(Config::kThreads), wgmma_shared_bytes<Config>(p),
+          conv_activation_moments_wgmma<Config, Act>, p, quad_map, rest_map, act);
+  free(memory);
+  return moments;
 }
 
-// Merges the pieces of each sample and channel in float64.
-void merge(const Shape& s, const WgmmaParams& p, const Partials& partials, std::vector<float>& mean,
-           std::vector<float>& m2) {
-  mean.clear(), m2.clear();
-  const int64_t pieces = wgmma_pieces(p);
-  for (int64_t n = 0; n < s.N; ++n) {
-    for (int64_t k = 0; k < s.K; ++k) {
-      double count = 0, average = 0, squares = 0;
-      for (int64_t i = 0; i < pieces; ++i) {
-        const int64_t column = i % p.column_tiles;
-        const double add = double(s.Z() * std::min<int64_t>(32, s.Q() - 32 * column));
-        const float2 v = partials[size_t((n * pieces + i) * s.K + k)];
-        const double delta = v.x - average;
-        count += add;
-        average += delta * add / count;
-        squares += v.y + delta * delta * add * (count - add) / count;
-      }
-      mean.push_back(float(average));
-      m2.push_back(float(squares));
-    }
-  }
-}
-
-template <class Config>
+// kAny: through the functor of all activations.
+template <class Config, bool kAny = false>
 void run(const Shape& s, const Data& d, const char* note, Activation kind = Activation::kHardswish,
          double tolerance = kTolerance) {
   const auto expected =
       check::reference(s, operand(d.x), operand(d.w), check::widened(d.bias), kind);
-  std::vector<float> mean, m2;
-  WgmmaParams p;
-  Partials partials, again;
-  if (kind == Activation::kHardswish) {
-    partials = launch<Config>(s, d, 1, HardswishFn{}, p);
-    again = launch<Config>(s, d, 2, HardswishFn{}, p);
+  Moments got, again;
+  if constexpr (kAny) {
+    got = launch<Config>(s, d, 1, ActivationFn{kind});
+    again = launch<Config>(s, d, 3, ActivationFn{kind});
   } else {
-    partials = launch<Config>(s, d, 1, ActivationFn{kind}, p);
-    again = launch<Config>(s, d, 3, ActivationFn{kind}, p);
+    got = launch<Config>(s, d, 1, HardswishFn{});
+    again = launch<Config>(s, d, 3, HardswishFn{});
   }
-  if (memcmp(partials.data(), again.data(), partials.size() * sizeof(float2)) != 0) {
-    for (size_t i = 0; i < partials.size(); ++i) {
-      if (memcmp(&partials[i], &again[i], sizeof(float2)) == 0) continue;
-      printf("FAIL %s: another grid gives other bits: [%zu] (%g, %g), (%g, %g)\n", note, i,
-             partials[i].x, partials[i].y, again[i].x, again[i].y);
-    }
+  if (memcmp(got.mean.data(), again.mean.data(), got.mean.size() * sizeof(float)) != 0 ||
+      memcmp(got.m2.data(), again.m2.data(), got.m2.size() * sizeof(float)) != 0) {
+    printf("FAIL %s: another grid gives other bits\n", note);
     exit(1);
   }
-  merge(s, p, partials, mean, m2);
   char name[200];
   snprintf(name, sizeof(name), "%s (%ld,%ld,%ld,%ld,%ld)->%ld k(%ld,%ld,%ld) p(%ld,%ld,%ld)", note,
            long(s.N), long(s.C), long(s.D), long(s.H), long(s.W), long(s.K), long(s.T), long(s.R),
            long(s.S), long(s.pad_d), long(s.pad_h), long(s.pad_w));
-  check::compare(name, s, expected, mean, m2, tolerance);
+  check::compare(name, s, expected, got.mean, got.m2, tolerance);
 }
 
 template <int C, int T, int R, int S, WgmmaLoads kLoads = WgmmaLoads::kTensor,
@@ -173,6 +154,29 @@ constexpr auto kElements = WgmmaLoads::kElements;
 constexpr auto kTensor = WgmmaLoads::kTensor;
 constexpr auto kFree = WgmmaOverlap::kFree;
 constexpr auto kOrdered = WgmmaOverlap::kOrdered;
+
+// NaN, Inf, or an M2 beyond float32 in one sample: all of its M2 are NaN, the others keep their
+// bits.
+template <class Config>
+void not_finite(std::mt19937_64& random) {
+  const Shape s{6, 3, 5, 6, 32, 16, 4, 4, 4};
+  const Data clean = make_data(s, random);
+  const Moments expected = launch<Config>(s, clean, 2, HardswishFn{});
+  const size_t sample = clean.x.size() / size_t(s.N), k = size_t(s.K);
+  for (const float value : {__uint_as_float(0x7FFFFFFF), NAN, INFINITY, -INFINITY, 3e38f}) {
+    if (!kFloat && std::isfinite(value)) continue;
+    Data d = clean;
+    d.x[sample * 4 + sample / 3] = Element(value);
+    const Moments got = launch<Config>(s, d, 2, HardswishFn{});
+    bool good = true;
+    for (size_t i = 0; i < got.m2.size(); ++i) {
+      const bool same = got.mean[i] == expected.mean[i] && got.m2[i] == expected.m2[i];
+      good = good && (i / k == 4 ? std::isnan(got.m2[i]) : same);
+    }
+    printf("%s one sample with %g\n", good ? "ok  " : "FAIL", double(value));
+    if (!good) exit(1);
+  }
+}
 
 }  // namespace
 
@@ -216,10 +220,18 @@ int main() {
        [](auto s, auto d) { run<Config<4, 1, 1, 2, kTensor, kOrdered, 2>>(s, d, "1 x 1 x 2"); });
   with({3, 4, 5, 7, 16, 16, 1, 2, 4},
        [](auto s, auto d) { run<Config<4, 1, 2, 4, kTensor, kOrdered, 2>>(s, d, "1 x 2 x 4"); });
+  // A bias that is large against the spread of the outputs.
+  {
+    const Shape s{2, 3, 5, 6, 32, 16, 4, 4, 4};
+    Data d = make_data(s, random, 0.1, 1);
+    for (Element& b : d.bias) b = Element(1000.f + float(b));
+    run<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(s, d, "bias 1000");
+  }
+  not_finite<Config<3, 4, 4, 4, kTensor, kOrdered, 2>>(random);
   for (int kind = 1; kind < convnormpool::kNumActivations; ++kind) {
     with({2, 1, 3, 5, 16, 16, 2, 2, 2}, [&](auto s, auto d) {
-      run<Config<1, 2, 2, 2, kTensor, kOrdered, 2>>(s, d, activation_name(kind), Activation(kind),
-                                                    4 * kTolerance);
+      run<Config<1, 2, 2, 2, kTensor, kOrdered, 2>, true>(s, d, activation_name(kind),
+                                                          Activation(kind), 4 * kTolerance);
     });
   }
   return 0;

@@ -1,8 +1,8 @@
 // One thin function per PTX instruction of Hopper (sm_90a) that CUDA C++ does not offer.
 //
 // The guard is a macro for the same reason as in ptx.cuh; the emulated twins are in
-// tests/emulation/ptx_hopper.cuh. Bodies that need sm_90a are empty for other architectures, so that
-// a file with Hopper kernels compiles for every architecture of the build.
+// tests/emulation/ptx_hopper.cuh. Bodies that need sm_90a are empty for other architectures, so
+// that a file with Hopper kernels compiles for every architecture of the build.
 #ifndef CONVNORMPOOL_PTX_HOPPER_CUH
 #define CONVNORMPOOL_PTX_HOPPER_CUH
 
@@ -48,8 +48,8 @@ __device__ __forceinline__ uint32_t round_tf32(uint32_t x) {
   return r;
 }
 
-// sum += v and square += v * v where column < columns: as predicated instructions, where the compiler
-// would branch around them and could no longer mix them with others.
+// sum += v and square += v * v where column < columns: as predicated instructions, where the
+// compiler would branch around them and could no longer mix them with others.
 __device__ __forceinline__ void add_moments_if(float (&sum)[4], float (&square)[4],
                                                const float (&v)[4], int column, int columns) {
   asm("{\n"
@@ -71,13 +71,12 @@ __device__ __forceinline__ void add_moments_if(float (&sum)[4], float (&square)[
 
 // ---- wgmma
 
-// B operands of wgmma in shared memory, K-major and not swizzled: core matrices of 8 columns × 16
-// bytes (128 bytes, a column after the other); depth_bytes from one to the next along the depth,
-// column_bytes along the columns.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t depth_bytes,
-                                                     uint32_t column_bytes) {
-  return uint64_t{(address & 0x3FFFFu) >> 4} | uint64_t{depth_bytes >> 4} << 16 |
-         uint64_t{column_bytes >> 4} << 32;
+// A B operand of wgmma in shared memory, K-major and not swizzled: core matrices of 8 columns × 16
+// bytes (a column after the other), one after the other along the columns, depth_bytes from one to
+// the next along the depth. This is the low word of the descriptor; the high one is always the
+// same. Adding bytes / 16 moves the operand.
+__device__ __forceinline__ uint32_t wgmma_operand(uint32_t address, uint32_t depth_bytes) {
+  return (address & 0x3FFFFu) >> 4 | depth_bytes >> 4 << 16;
 }
 
 // Before the first wgmma, and whenever other instructions wrote the registers it uses.
@@ -121,46 +120,52 @@ __device__ __forceinline__ void set_accumulator(float& d, float value) {
   asm volatile("mov.b32 %0, %1;" : "+f"(d) : "f"(value));
 }
 
-#define CONVNORMPOOL_D8(i)                                                                \
+#define CONVNORMPOOL_D8(i)                                                                    \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define CONVNORMPOOL_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define CONVNORMPOOL_WGMMA(shape, types, tail, registers, operands, ...)                      \
-  asm volatile("wgmma.mma_async.sync.aligned." shape ".f32." types " {" registers "}, " operands \
-               ", 1, 1, 1" tail ";"                                                           \
-               : __VA_ARGS__                                                                  \
+#define CONVNORMPOOL_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)
+#define CONVNORMPOOL_WGMMA(shape, types, tail, registers, a_operands, b_operand, ...)              \
+  asm volatile("{\n.reg .b64 descriptor;\nmov.b64 descriptor, {" b_operand                         \
+               ", 8};\n"                                                                           \
+               "wgmma.mma_async.sync.aligned." shape ".f32." types " {" registers "}, " a_operands \
+               ", descriptor, 1, 1, 1" tail ";\n}\n"                                               \
+               : __VA_ARGS__                                                                       \
                : CONVNORMPOOL_A)
-#define CONVNORMPOOL_WGMMA_TYPES(n, registers, operands, ...)                                  \
-  if constexpr (Type == WgmmaType::kTf32) {                                                    \
-    CONVNORMPOOL_WGMMA("m64n" n "k8", "tf32.tf32", "", registers, operands, __VA_ARGS__);      \
-  } else if constexpr (Type == WgmmaType::kF16) {                                              \
-    CONVNORMPOOL_WGMMA("m64n" n "k16", "f16.f16", ", 0", registers, operands, __VA_ARGS__);    \
-  } else {                                                                                     \
-    CONVNORMPOOL_WGMMA("m64n" n "k16", "bf16.bf16", ", 0", registers, operands, __VA_ARGS__);  \
+#define CONVNORMPOOL_WGMMA_TYPES(n, registers, a_operands, b_operand, ...)                   \
+  if constexpr (Type == WgmmaType::kTf32) {                                                  \
+    CONVNORMPOOL_WGMMA("m64n" n "k8", "tf32.tf32", "", registers, a_operands, b_operand,     \
+                       __VA_ARGS__);                                                         \
+  } else if constexpr (Type == WgmmaType::kF16) {                                            \
+    CONVNORMPOOL_WGMMA("m64n" n "k16", "f16.f16", ", 0", registers, a_operands, b_operand,   \
+                       __VA_ARGS__);                                                         \
+  } else {                                                                                   \
+    CONVNORMPOOL_WGMMA("m64n" n "k16", "bf16.bf16", ", 0", registers, a_operands, b_operand, \
+                       __VA_ARGS__);                                                         \
   }
 #define CONVNORMPOOL_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CONVNORMPOOL_R16 CONVNORMPOOL_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CONVNORMPOOL_R24 CONVNORMPOOL_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define CONVNORMPOOL_R32 CONVNORMPOOL_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 
-// d += a · B, asynchronously, by four warps: a 64 × depth (8 for tf32, 16 for 16 bits) in registers,
-// B depth × N behind a descriptor, d 64 × N. Warp q of the warpgroup owns rows 16 q .. 16 q + 15;
-// within them a is a fragment of mma_m16n8k8_tf32 or mma_m16n8k16_f16, and d[4 j .. 4 j + 3] is
-// the fragment c of those for columns 8 j .. 8 j + 7.
+// d += a · B, asynchronously, by four warps: a 64 × depth (8 for tf32, 16 for 16 bits) in
+// registers, B depth × N a wgmma_operand, d 64 × N. Warp q of the warpgroup owns rows 16 q .. 16 q
+// + 15; within them a is a fragment of mma_m16n8k8_tf32 or mma_m16n8k16_f16, and d[4 j .. 4 j + 3]
+// is the fragment c of those for columns 8 j .. 8 j + 7.
 template <WgmmaType Type, int N>
-__device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
   static_assert(N == 16 || N == 32 || N == 48 || N == 64, "the widths that are used");
 #if CONVNORMPOOL_HOPPER
   if constexpr (N == 16) {
-    CONVNORMPOOL_WGMMA_TYPES("16", CONVNORMPOOL_R8, "{%8, %9, %10, %11}, %12", CONVNORMPOOL_D8(0));
+    CONVNORMPOOL_WGMMA_TYPES("16", CONVNORMPOOL_R8, "{%8, %9, %10, %11}", "%12",
+                             CONVNORMPOOL_D8(0));
   } else if constexpr (N == 32) {
-    CONVNORMPOOL_WGMMA_TYPES("32", CONVNORMPOOL_R16, "{%16, %17, %18, %19}, %20",
+    CONVNORMPOOL_WGMMA_TYPES("32", CONVNORMPOOL_R16, "{%16, %17, %18, %19}", "%20",
                              CONVNORMPOOL_D8(0), CONVNORMPOOL_D8(8));
   } else if constexpr (N == 48) {
-    CONVNORMPOOL_WGMMA_TYPES("48", CONVNORMPOOL_R24, "{%24, %25, %26, %27}, %28",
+    CONVNORMPOOL_WGMMA_TYPES("48", CONVNORMPOOL_R24, "{%24, %25, %26, %27}", "%28",
                              CONVNORMPOOL_D8(0), CONVNORMPOOL_D8(8), CONVNORMPOOL_D8(16));
   } else {
-    CONVNORMPOOL_WGMMA_TYPES("64", CONVNORMPOOL_R32, "{%32, %33, %34, %35}, %36",
+    CONVNORMPOOL_WGMMA_TYPES("64", CONVNORMPOOL_R32, "{%32, %33, %34, %35}", "%36",
                              CONVNORMPOOL_D8(0), CONVNORMPOOL_D8(8), CONVNORMPOOL_D8(16),
                              CONVNORMPOOL_D8(24));
   }

@@ -32,6 +32,32 @@ __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+template <typename T, int kCount>
+__device__ __forceinline__ void widen_all(const T (&raw)[kCount], statistics_t<T> (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = widen(raw[i]);
+}
+
+// One element as it comes from memory, in a register of its own: 16-bit values that are loaded one
+// by one under conditions would else be packed in pairs, each pair waiting for its loads.
+__device__ __forceinline__ double load_loose(const double* p) { return *p; }
+__device__ __forceinline__ float load_loose(const float* p) { return *p; }
+__device__ __forceinline__ uint32_t load_loose(const __half* p) {
+  return *reinterpret_cast<const uint16_t*>(p);
+}
+__device__ __forceinline__ uint32_t load_loose(const __nv_bfloat16* p) {
+  return *reinterpret_cast<const uint16_t*>(p);
+}
+// widen_loose(load_loose(p), T{}) is widen(*p).
+__device__ __forceinline__ double widen_loose(double x, double) { return x; }
+__device__ __forceinline__ float widen_loose(float x, float) { return x; }
+__device__ __forceinline__ float widen_loose(uint32_t bits, __half) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+}
+__device__ __forceinline__ float widen_loose(uint32_t bits, __nv_bfloat16) {
+  return __bfloat162float(__ushort_as_bfloat16(static_cast<unsigned short>(bits)));
+}
+
 // narrow(x, T{}) is x rounded once to T.
 __device__ __forceinline__ double narrow(double x, double) { return x; }
 __device__ __forceinline__ float narrow(double x, float) { return static_cast<float>(x); }
