@@ -28,10 +28,12 @@ from setuptools import Extension, build_meta, setup
 from setuptools.build_meta import *  # noqa: F403  (the hooks that are not overridden below)
 from setuptools.command.build_ext import build_ext
 
-import setup_toolchain as toolchain
-from setup_toolchain import NotBuilt, Toolkit, Torch
-
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "csrc"))
+
+import setup_toolchain as toolchain  # noqa: E402
+from setup_toolchain import NotBuilt, Toolkit, Torch  # noqa: E402
+
 PACKAGE = "convnormpool"
 PLAN, CPU, CUDA = (f"{PACKAGE}.{name}" for name in ("_plan", "_C_cpu", "_C_cuda"))
 SOURCES = {

@@ -65,12 +65,12 @@ PYBIND11_MODULE(_plan, m) {
                              [](const Problem& p) { return Triple{p.Z(), p.P(), p.Q()}; });
 
   py::class_<Device>(m, "Device")
-      .def(py::init([](bool cuda, int32_t major, int32_t minor, int32_t sm_count,
-                       int64_t l2_bytes) {
-             return Device{cuda, major, minor, sm_count, l2_bytes};
-           }),
-           py::kw_only(), py::arg("cuda"), py::arg("major") = 0,
-           py::arg("minor") = 0, py::arg("sm_count") = 0, py::arg("l2_bytes") = 0);
+      .def(
+          py::init([](bool cuda, int32_t major, int32_t minor, int32_t sm_count, int64_t l2_bytes) {
+            return Device{cuda, major, minor, sm_count, l2_bytes};
+          }),
+          py::kw_only(), py::arg("cuda"), py::arg("major") = 0, py::arg("minor") = 0,
+          py::arg("sm_count") = 0, py::arg("l2_bytes") = 0);
 
   py::class_<Decision>(m, "Decision")
       .def_readonly("path", &Decision::path)

@@ -29,7 +29,8 @@
 //   workspace: statistics type, at least act_moments_workspace elements as the planner computes it
 //   (CUDA only; none when that is 0 and on CPU).
 //
-// _act_moments_backward_out(Tensor y, Tensor mean, Tensor grad_mean, Tensor grad_m2, int activation,
+// _act_moments_backward_out(Tensor y, Tensor mean, Tensor grad_mean, Tensor grad_m2, int
+// activation,
 //                           Tensor(a!) dy)
 //   dy[n,k,s] = (grad_mean[n,k] / positions + 2 * grad_m2[n,k] * (a(y) - mean[n,k])) * a'(y)
 //   dy has y's sizes and layout and either y's dtype or the statistics type; it may be y itself.
@@ -37,9 +38,9 @@
 // _group_norm_pool_out(Tensor mean, Tensor m2, int count, Tensor? weight, Tensor? bias,
 //                      int num_groups, float eps, Tensor(a!) out, Tensor(b!) group_mean,
 //                      Tensor(c!) group_rstd)
-//   mean, m2 (N, K), one statistics type; weight, bias (K,), any of the four dtypes each; out (N, K)
-//   of any of the four dtypes; group_mean, group_rstd (N, num_groups) statistics type. count is the
-//   number of positions that each (mean, m2) stands for.
+//   mean, m2 (N, K), one statistics type; weight, bias (K,), any of the four dtypes each; out (N,
+//   K) of any of the four dtypes; group_mean, group_rstd (N, num_groups) statistics type. count is
+//   the number of positions that each (mean, m2) stands for.
 //     group_mean = mean over the group's channels of mean
 //     var        = (sum m2 + count * sum (mean - group_mean)^2) / (count * channels per group)
 //     group_rstd = 1 / sqrt(var + eps)
@@ -49,10 +50,11 @@
 //
 // _group_norm_pool_backward_out(Tensor grad_out, Tensor mean, Tensor m2, Tensor? weight, int count,
 //                               int num_groups, float eps, Tensor(a!)? grad_mean,
-//                               Tensor(b!)? grad_m2, Tensor(c!)? grad_weight, Tensor(d!)? grad_bias)
-//   With d = grad_out (any of the four dtypes, contiguous), mu and r recomputed in float64 from mean
-//   and m2, P = sum over the group's channels of weight * d, Q = sum of weight * d * (mean - mu), J
-//   channels per group:
+//                               Tensor(b!)? grad_m2, Tensor(c!)? grad_weight, Tensor(d!)?
+//                               grad_bias)
+//   With d = grad_out (any of the four dtypes, contiguous), mu and r recomputed in float64 from
+//   mean and m2, P = sum over the group's channels of weight * d, Q = sum of weight * d * (mean -
+//   mu), J channels per group:
 //     grad_m2   = -r^3 * Q / (2 * count * J)               one value per group, written per channel
 //     grad_mean = weight * d * r - r * P / J - r^3 * Q * (mean - mu) / J
 //     grad_weight[k] = sum over n, in order, of d * (mean - mu) * r        (K,)
@@ -89,6 +91,6 @@
 //
 // _fold_depth_out(Tensor du, int filter, int stride, int padding, int dilation, Tensor(a!) dx)
 //                                                                                      CUDA only
-//   The transpose: dx (N, C, D, H, W) contiguous, of any of the four dtypes, receives the sums, t in
-//   order, of du (N, Z, H, W, channels) in the statistics type of dx, rounded once.
+//   The transpose: dx (N, C, D, H, W) contiguous, of any of the four dtypes, receives the sums, t
+//   in order, of du (N, Z, H, W, channels) in the statistics type of dx, rounded once.
 #pragma once

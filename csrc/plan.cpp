@@ -20,9 +20,9 @@ constexpr int64_t kCudaChunkBytes = int64_t{92} << 20;
 // On CPU a piece belongs to one thread and its output should still be in that core's L2 when it is
 // reduced.
 constexpr int64_t kCpuPieceBytes = int64_t{1} << 20;
-// The direct CPU kernel broadcasts one input value per multiply-add of 16 output channels; past
-// this many input channels per group the library's blocked convolution reuses more and wins.
-constexpr int64_t kCpuFusedMaxChannels = 16;
+// Up to this many input channels per group, and for pointwise filters of any, the direct CPU kernel
+// is at least as fast as the library's blocked one; measured in benchmarks/NOTES.md.
+constexpr int64_t kCpuFusedMaxChannels = 32;
 
 int64_t element_size(DType dtype) {
   switch (dtype) {
@@ -37,7 +37,7 @@ int64_t element_size(DType dtype) {
 
 std::string fused_refusal(const Problem& p, const Device& device) {
   if (!device.cuda) {
-    if (p.channels_per_group() > kCpuFusedMaxChannels) {
+    if (p.channels_per_group() > kCpuFusedMaxChannels && p.T * p.R * p.S > 1) {
       std::ostringstream s;
       s << "the fused CPU kernel is for at most " << kCpuFusedMaxChannels
         << " input channels per group, and here there are " << p.channels_per_group();
@@ -51,8 +51,8 @@ std::string fused_refusal(const Problem& p, const Device& device) {
 void plan_two_stage(const Problem& p, const Device& device, Decision& d) {
   d.chunk_planes = p.Z();
   if (device.cuda) {
-    const int64_t unfolded = (p.C * p.T + kUnfoldedMultiple - 1) / kUnfoldedMultiple *
-                             kUnfoldedMultiple;
+    const int64_t unfolded =
+        (p.C * p.T + kUnfoldedMultiple - 1) / kUnfoldedMultiple * kUnfoldedMultiple;
     const bool plane_fits = p.H * p.W * unfolded < (int64_t{1} << 31);
     if (p.T > 1 && p.groups == 1 && unfolded <= kMaxUnfoldedChannels && plane_fits) {
       d.unfolded_channels = unfolded;
@@ -78,7 +78,8 @@ void plan_two_stage(const Problem& p, const Device& device, Decision& d) {
       const int64_t per_plane = per_sample / p.Z();
       // A slab reads dilation * (T - 1) planes of halo, so thin slabs would mostly read halo.
       const int64_t thinnest = 2 * (p.dilation[0] * (p.T - 1) / p.stride[0] + 1);
-      d.chunk_planes = std::clamp(std::max(kCpuPieceBytes / per_plane, thinnest), int64_t{1}, p.Z());
+      d.chunk_planes =
+          std::clamp(std::max(kCpuPieceBytes / per_plane, thinnest), int64_t{1}, p.Z());
     }
   }
   d.chunk_samples = std::min(d.chunk_samples, std::max<int64_t>(1, p.N));

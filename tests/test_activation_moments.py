@@ -69,7 +69,7 @@ def test_backward(shape: tuple[int, ...], dtype: torch.dtype, layout: str, devic
     grad_mean, grad_m2 = torch.randn_like(mean), torch.randn_like(mean)
     dy = ops.act_moments_backward(grad_mean, grad_m2, y, mean, "hardswish")
     z = y.double().requires_grad_()
-    h = torch.nn.functional.hardswish(z)
+    h = reference.ACTIVATIONS["hardswish"](z)
     per_row = (*mean.shape, *(1 for _ in shape[2:]))
     total = (h.flatten(2).mean(dim=2) * grad_mean).sum()
     # M2's derivative with the mean as it was given.
@@ -147,7 +147,7 @@ def test_constant_rows(dtype: torch.dtype, device: str) -> None:
     """Rows of one value have that mean, and an M2 of nothing but its rounding; never negative."""
     y = torch.tensor([5.0, -1.5, 0.1, 200.0]).to(device, dtype).view(1, 4, 1).expand(2, 4, 999)
     mean, m2 = ops.act_moments(y.contiguous(), "hardswish")
-    value = torch.nn.functional.hardswish(y[..., 0].double())
+    value = reference.ACTIVATIONS["hardswish"](y[..., 0].double())
     eps = torch.finfo(mean.dtype).eps
     assert ((mean - value).abs() <= 2 * eps * value.abs()).all()
     assert (m2 >= 0).all() and (m2 <= 999 * (2 * eps * value).square()).all()

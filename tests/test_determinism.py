@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers import CASES, DTYPES, Case, Tensors, assert_same_bits, fused_takes, ours
 
+from convnormpool import explain
+
 BY_NAME = {case.name: case for case in CASES}
 CHOSEN = [BY_NAME[name] for name in ("padded", "strided", "wide_input", "slabs", "chunks")]
 
@@ -43,9 +45,12 @@ def test_batch_does_not_matter(case: Case, dtype: torch.dtype, fused_device: str
     if not fused_takes(case, tensors):
         return  # its refusal is checked where every case runs on every path
     whole = ours(case, tensors, grad_out, path="fused")
+    gradients = explain(parameters[0], x, **case.convolution).backward
     for n in {0, len(x) - 1}:
         alone = ours(case, [x[n : n + 1], *parameters], grad_out[n : n + 1], path="fused")
-        assert_same_bits(alone[:2], [t[n : n + 1] for t in whole[:2] if t is not None])
+        # Gradients may come from the library, whose algorithm depends on the batch.
+        results = 2 if gradients == "fused" else 1
+        assert_same_bits(alone[:results], [t[n : n + 1] for t in whole[:results] if t is not None])
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)

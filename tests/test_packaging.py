@@ -73,6 +73,15 @@ def undefined_symbols(library: Path) -> list[str]:
     return [line.split()[0].partition("@")[0] for line in done.stdout.splitlines()]
 
 
+@pytest.mark.parametrize("binary", BINARIES, ids=lambda path: path.name)
+def test_exports(binary: Path) -> None:
+    """Python's entry at most: torch loads libraries into the global scope, where names collide."""
+    command = ["nm", "-D", "--defined-only", "--format=posix", str(binary)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert [name for name in names if name != "PyInit__plan"] == []
+
+
 @pytest.mark.parametrize("library", [p for p in BINARIES if p.stem in LIBRARIES], ids=str)
 def test_stable_abi(library: Path) -> None:
     """Of torch a library needs C functions only, and nothing of Python."""
@@ -108,7 +117,7 @@ def test_source_distribution(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tree, check=True, capture_output=True)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    single = {"setup.py", "setup_toolchain.py", "pyproject.toml", "README.md", "LICENSE"}
+    single = {"setup.py", "csrc/setup_toolchain.py", "pyproject.toml", "README.md", "LICENSE"}
     assert single <= held
     assert "src/convnormpool/py.typed" in held
     for folder in ("csrc", "src/convnormpool", "tests", "benchmarks"):

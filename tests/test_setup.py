@@ -17,10 +17,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def _file_of(name: str) -> Path:
+    return ROOT / "setup.py" if name == "setup" else ROOT / "csrc" / f"{name}.py"
+
+
 def load(name: str) -> Any:
-    """A module of the root, which is not on sys.path for every way to start pytest."""
+    """A module of the build, which is not on sys.path for every way to start pytest."""
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, _file_of(name))
         assert spec and spec.loader
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
@@ -392,9 +396,10 @@ class TestRecipe:
         """A source tree in a folder whose name needs quoting."""
         root = tmp_path / "a $folder: with space"
         (root / "csrc").mkdir(parents=True)
+        # Only Python's entry is exported, so that is what the tests call.
         (root / "csrc" / "answer.h").write_text("#define ANSWER 42\n")
         text = '#include "answer.h"\nconst char* where = __FILE__;\n'
-        text += 'extern "C" __attribute__((visibility("default"))) int answer() {\n'
+        text += 'extern "C" __attribute__((visibility("default"))) int PyInit_one() {\n'
         (root / "csrc" / "one.cpp").write_text(text + "  return ANSWER + (where == nullptr);\n}\n")
         monkeypatch.setattr(build, "ROOT", root)
         return root
@@ -405,7 +410,7 @@ class TestRecipe:
         recipe = build.Recipe(tree / "work")
         recipe.link([recipe.host("csrc/one.cpp", [])], output)
         recipe.run(2)
-        code = f"import ctypes; print(ctypes.CDLL({str(output)!r}).answer())"
+        code = f"import ctypes; print(ctypes.CDLL({str(output)!r}).PyInit_one())"
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         return output.read_bytes() + run.stdout.encode()

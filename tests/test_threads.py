@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import Case, ours
 
-from convnormpool import _kernels, _two_stage, conv_norm_pool
+from convnormpool import _kernels, _threads, conv_norm_pool
 
 CASE = Case("chunks", (11, 2, 10, 20, 21), 16, (3, 3, 3), 4)
 
@@ -28,7 +28,7 @@ def test_workers_do_not_multiply() -> None:
     """Each worker computes on one thread; the caller keeps its number."""
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        executor = _two_stage._executor(threads)
+        executor = _threads._executor(threads)
         assert executor.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == threads
 

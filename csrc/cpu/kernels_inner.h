@@ -258,8 +258,10 @@ Moments block_moments(const T* values, const Mask<T>* mask, int64_t n, int64_t c
   const Sums<T> two = shifted_sums<T, kMasked>(values, mask, n, pivot, centre);
   const double rest = two.first / size;
   const double m = two.second - two.first * rest;
+  // An infinite mean stays infinite, though nothing can be centred at it.
+  const double mean = __builtin_isfinite(rest) ? static_cast<double>(centre) + rest : shift;
   // Rounding may leave less than nothing; NaN stays.
-  return {static_cast<double>(pivot) + (static_cast<double>(centre) + rest), m < 0.0 ? 0.0 : m};
+  return {static_cast<double>(pivot) + mean, m < 0.0 ? 0.0 : m};
 }
 
 template <typename T>

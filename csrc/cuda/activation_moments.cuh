@@ -118,37 +118,37 @@ struct RuntimeLanes {
   int log2;
 };
 
-// A batch's elements, widened, of the thread whose first element is at `source`. They are widened
-// on each way of loading: packed values that met unpacked ones behind the branches would be
-// unpacked there, at a register each.
+// A batch's elements one by one, the j-th at source[place(j)], and widened.
+template <bool kFull, int kBatch, typename T, typename Place>
+__device__ __forceinline__ void load_row_elements(const T* source, int valid, const Place& place,
+                                                  statistics_t<T> (&x)[kBatch]) {
+  decltype(load_loose(source)) loose[kBatch] = {};
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    if (kFull || j < valid) loose[j] = load_loose(source + place(j));
+  }
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) x[j] = widen_loose(loose[j], T());
+}
+
+// A batch's elements, widened, of the thread whose first element is at `source`.
 template <bool kFull, int kBatch, typename T, typename Lanes>
 __device__ __forceinline__ void load_row_batch(const T* source, RowAccess access, Lanes lanes,
                                                int valid, statistics_t<T> (&x)[kBatch]) {
   constexpr int kVector = kVectorBytes / sizeof(T);
-  if (access == RowAccess::kWide) {
+  if (access == RowAccess::kStrided) {
+    load_row_elements<kFull>(source, valid, [&](int j) { return j << lanes.log2; }, x);
+  } else if (access == RowAccess::kNarrow) {
+    const auto place = [&](int j) { return (j / kVector * kVector << lanes.log2) + j % kVector; };
+    load_row_elements<kFull>(source, valid, place, x);
+  } else {
     T raw[kBatch] = {};
 #pragma unroll
     for (int j = 0; j < kBatch; j += kVector) {
       if (kFull || j < valid) load_vector<kVector>(source + (j << lanes.log2), raw + j);
     }
     widen_all(raw, x);
-    return;
   }
-  decltype(load_loose(source)) loose[kBatch] = {};
-  if (access == RowAccess::kStrided) {
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (kFull || j < valid) loose[j] = load_loose(source + (j << lanes.log2));
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int vector = j / kVector * kVector;
-      if (kFull || j < valid) loose[j] = load_loose(source + (vector << lanes.log2) + j % kVector);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kBatch; ++j) x[j] = widen_loose(loose[j], T());
 }
 
 // One batch; `valid` of its elements exist.

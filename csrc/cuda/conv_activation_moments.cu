@@ -48,13 +48,17 @@ void conv_act_moments_out(Tensor x, Tensor w, std::optional<Tensor> b, std::vect
   }
   check_statistics(mean, "mean", p.N * p.K, DType::kFloat32, x);
   check_statistics(m2, "m2", p.N * p.K, DType::kFloat32, x);
+  const WindowKernel kernel = window_kernel(p);
+  STD_TORCH_CHECK(kernel != WindowKernel::k4x4x4Channels3ShortRows ||
+                      aligned_to(x.data_ptr(), kWindowAlignment * x.element_size()),
+                  "x must be aligned to ", kWindowAlignment, " elements");
   if (p.N == 0 || p.K == 0) return;
   STD_TORCH_CHECK(workspace.has_value(), "workspace is missing");
   STD_TORCH_CHECK(workspace->numel() >= conv_act_moments_workspace(p), "workspace must have ",
                   conv_act_moments_workspace(p), " elements, not ", workspace->numel());
   check_statistics(*workspace, "workspace", workspace->numel(), DType::kFloat32, x);
 
-  WindowLaunch launch{window_kernel(p), {}, activation, sm_count, scope.stream()};
+  WindowLaunch launch{kernel, {}, activation, sm_count, scope.stream()};
   WindowParameters& parameters = launch.parameters;
   parameters.x = x.data_ptr();
   parameters.w = w.data_ptr();
@@ -76,10 +80,10 @@ void conv_act_moments_out(Tensor x, Tensor w, std::optional<Tensor> b, std::vect
         launch_window<WindowOperand::kSplit>(launch);
       }
   }
-  merge_window_kernel<<<linear_grid((p.N * p.K + kMergeThreads - 1) / kMergeThreads),
-                        kMergeThreads, 0, launch.stream>>>(
-      parameters.geometry, parameters.N, parameters.partial, static_cast<float*>(mean.data_ptr()),
-      static_cast<float*>(m2.data_ptr()));
+  merge_window_kernel<<<linear_grid((p.N * p.K + kMergeThreads - 1) / kMergeThreads), kMergeThreads,
+                        0, launch.stream>>>(parameters.geometry, parameters.N, parameters.partial,
+                                            static_cast<float*>(mean.data_ptr()),
+                                            static_cast<float*>(m2.data_ptr()));
   check_launch("merge_window_kernel", {p.N, p.K});
 }
 

@@ -33,26 +33,30 @@ void launch_window_kernel(const WindowLaunch& launch,
                {p.N, Config::C, p.geometry.D, p.geometry.H, p.geometry.W, p.geometry.K});
 }
 
+// The configurations are those that ptxas compiles without spills: float32 operands leave no
+// registers to know that tiles are full (split) or to keep twelve warps on an SM.
 template <WindowOperand kOperand>
 void launch_window(const WindowLaunch& launch) {
+  constexpr bool kFloat32 = kOperand == WindowOperand::kTf32 || kOperand == WindowOperand::kSplit;
+  constexpr int kFull = kOperand == WindowOperand::kTf32 ? kWindowTiles - 1 : 0;
+  constexpr int kFewBlocks = kFloat32 ? 8 : 0;
   dispatch_activation(launch.activation, [&](const auto& fn) {
     using Fn = std::decay_t<decltype(fn)>;
+    constexpr int kShortBlocks = std::is_same_v<Fn, HardswishFn> ? 0 : 8;
     switch (launch.kernel) {
       case WindowKernel::k4x4x4Channels3ShortRows:
-        if constexpr (std::is_same_v<Fn, HardswishFn>) {
-          return launch_window_kernel<
-              WindowConfig<4, 4, 4, 3, kOperand, Fn, false, kWindowTiles, kWindowTiles - 1>>(launch,
-                                                                                             fn);
-        }
-        [[fallthrough]];
+        return launch_window_kernel<
+            WindowConfig<4, 4, 4, 3, kOperand, Fn, false, kWindowTiles, kFull, kShortBlocks>>(
+            launch, fn);
       case WindowKernel::k4x4x4Channels3:
-        return launch_window_kernel<WindowConfig<4, 4, 4, 3, kOperand, Fn, true>>(launch, fn);
+        return launch_window_kernel<WindowConfig<4, 4, 4, 3, kOperand, Fn, true, kWindowFewTiles>>(
+            launch, fn);
       case WindowKernel::k3x3x3Channels1:
-        return launch_window_kernel<WindowConfig<3, 3, 3, 1, kOperand, Fn, true>>(launch, fn);
+        return launch_window_kernel<WindowConfig<3, 3, 3, 1, kOperand, Fn, true, kWindowTiles>>(
+            launch, fn);
       case WindowKernel::k3x3x3Channels3:
-        return launch_window_kernel<WindowConfig<3, 3, 3, 3, kOperand, Fn, true>>(launch, fn);
-      case WindowKernel::k3x3x3Channels4:
-        return launch_window_kernel<WindowConfig<3, 3, 3, 4, kOperand, Fn, true>>(launch, fn);
+        return launch_window_kernel<
+            WindowConfig<3, 3, 3, 3, kOperand, Fn, true, kWindowTiles, 0, kFewBlocks>>(launch, fn);
       case WindowKernel::kNone:
         break;
     }

@@ -12,18 +12,23 @@
 namespace convnormpool {
 
 // The compiled window kernels. "Short rows": no padding in H and W, and one segment of 24 to 32
-// outputs holds a row, so that hardly anything is masked.
+// outputs holds a row of an even number of inputs, so that loads are in pairs and none is masked.
 enum class WindowKernel : int32_t {
   kNone,
   k4x4x4Channels3ShortRows,
   k4x4x4Channels3,
   k3x3x3Channels1,
   k3x3x3Channels3,
-  k3x3x3Channels4,
 };
 
-// Output columns of a segment, in tiles of 8.
-constexpr int32_t kWindowTiles = 4;
+// Output columns of a segment, in tiles of 8. Four tiles' accumulators and masks do not fit beside
+// the weights of a 4x4x4 filter for 3 channels.
+constexpr int32_t kWindowTiles = 4, kWindowFewTiles = 2;
+constexpr int32_t window_tiles(WindowKernel kernel) {
+  return kernel == WindowKernel::k4x4x4Channels3 ? kWindowFewTiles : kWindowTiles;
+}
+// What x must be aligned to, in elements, for the kernel of short rows.
+constexpr int64_t kWindowAlignment = 2;
 // Output planes of a slab: deep samples are cut so that few of them fill the device.
 constexpr int32_t kWindowSlabPlanes = 32;
 
@@ -34,12 +39,12 @@ inline bool has_filter(const Problem& p, int64_t extent, int64_t channels) {
 inline WindowKernel window_kernel(const Problem& p) {
   if (has_filter(p, 4, 3)) {
     const bool unpadded = p.padding[1] == 0 && p.padding[2] == 0;
-    const bool short_rows = unpadded && p.W <= 8 * kWindowTiles && p.Q() >= 8 * (kWindowTiles - 1);
+    const bool short_rows =
+        unpadded && p.W % 2 == 0 && p.W <= 8 * kWindowTiles && p.Q() >= 8 * (kWindowTiles - 1);
     return short_rows ? WindowKernel::k4x4x4Channels3ShortRows : WindowKernel::k4x4x4Channels3;
   }
   if (has_filter(p, 3, 1)) return WindowKernel::k3x3x3Channels1;
   if (has_filter(p, 3, 3)) return WindowKernel::k3x3x3Channels3;
-  if (has_filter(p, 3, 4)) return WindowKernel::k3x3x3Channels4;
   return WindowKernel::kNone;
 }
 
@@ -47,7 +52,7 @@ inline WindowGeometry window_geometry_of(const Problem& p) {
   const auto narrow = [](int64_t extent) { return static_cast<int32_t>(extent); };
   return window_geometry(narrow(p.D), narrow(p.H), narrow(p.W), narrow(p.K), narrow(p.Z()),
                          narrow(p.P()), narrow(p.Q()), narrow(p.padding[0]), narrow(p.padding[1]),
-                         narrow(p.padding[2]), kWindowSlabPlanes, kWindowTiles);
+                         narrow(p.padding[2]), kWindowSlabPlanes, window_tiles(window_kernel(p)));
 }
 
 // Why no window kernel takes the problem on a device of compute capability major.x; empty if one
@@ -62,7 +67,7 @@ inline std::string window_refusal(const Problem& p, int32_t major) {
   }
   if (p.groups != 1) return "the fused kernels take no grouped convolutions";
   if (window_kernel(p) == WindowKernel::kNone) {
-    return "the fused kernels take filters 4x4x4 with 3 input channels and 3x3x3 with 1, 3 or 4; "
+    return "the fused kernels take filters 4x4x4 with 3 input channels and 3x3x3 with 1 or 3; "
            "this one is " +
            std::to_string(p.T) + "x" + std::to_string(p.R) + "x" + std::to_string(p.S) + " with " +
            std::to_string(p.C);
@@ -74,7 +79,7 @@ inline std::string window_refusal(const Problem& p, int32_t major) {
   constexpr int64_t kMost = int64_t{1} << 30;
   if (p.D >= kMost || p.H >= kMost || p.W >= kMost || p.K >= kMost || p.N >= kMost ||
       p.P() * ((p.Z() + kWindowSlabPlanes) / kWindowSlabPlanes + 1) *
-              (p.Q() / (8 * kWindowTiles) + 1) >=
+              (p.Q() / (8 * kWindowFewTiles) + 1) >=
           kMost) {
     return "the problem's extents are beyond the fused kernels' 32-bit counts";
   }

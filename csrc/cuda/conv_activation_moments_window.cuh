@@ -408,8 +408,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
 // mean and m2 (N, K) from the pieces' moments, in float64 and in the pieces' order.
 static __global__ void merge_window_kernel(const WindowGeometry geometry, int32_t N,
-                                    const float2* __restrict__ partial, float* __restrict__ mean,
-                                    float* __restrict__ m2) {
+                                           const float2* __restrict__ partial,
+                                           float* __restrict__ mean, float* __restrict__ m2) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (at >= static_cast<int64_t>(N) * geometry.K) return;
   const int32_t pieces = window_pieces(geometry);

@@ -23,7 +23,7 @@ from ._schemas import LIBRARY
 __all__ = [
     "autocast_enabled",
     "channels_last",
-    "convolution",
+    "conv3d",
     "forward",
     "input_grad",
     "resolve_padding",
@@ -46,8 +46,8 @@ _PRECISION_KEYS = {
 
 
 def autocast_enabled(device_type: str) -> bool:
-    """Whether autocast is on for a kind of device; some, "meta" for one, know no autocast."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    """Whether autocast is on for a kind of device; "meta" knows none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def triple(value: int | Sequence[int]) -> Triple:
@@ -86,7 +86,7 @@ def _set_precision(backend: str, operator: str, value: str) -> None:
 
 def settings_may_interfere(input: Tensor) -> bool:
     """Whether global settings could decide the precision of a convolution of ``input``."""
-    if input.dtype != torch.float32:
+    if input.dtype != torch.float32 or autocast_enabled(input.device.type):
         return False
     if input.is_cpu and not torch.compiler.is_compiling():
         return any(_get_precision(*key) not in ("none", "ieee") for key in _PRECISION_KEYS["cpu"])
@@ -313,7 +313,7 @@ class _WeightGrad(torch.autograd.Function):
         return grad_dy, grad_x, None, None, None, None, None, None
 
 
-def convolution(
+def conv3d(
     x: Tensor,
     w: Tensor,
     b: Tensor | None,
@@ -321,12 +321,16 @@ def convolution(
     padding: int | Sequence[int] | str,
     dilation: int | Sequence[int],
     groups: int,
-    allow_tf32: bool,
+    fp32_precision: str | None,
 ) -> Tensor:
-    """``F.conv3d`` at the given precision, in its gradients of every order too."""
+    """``F.conv3d`` at the given precision, in its gradients of every order too.
+
+    ``fp32_precision`` None leaves the precision to PyTorch's global settings.
+    """
+    if fp32_precision is None or not settings_may_interfere(x):
+        return F.conv3d(x, w, b, stride, padding, dilation, groups)
     dilation = triple(dilation)
     x, padding = resolve_padding(x, w.shape[2:], padding, dilation)
-    y: Tensor = _Convolution.apply(
-        x, w, triple(stride), padding, dilation, groups, allow_tf32, None
-    )
+    arguments = (triple(stride), padding, dilation, groups, fp32_precision == "tf32")
+    y: Tensor = _Convolution.apply(x, w, *arguments, None)
     return y if b is None else y + b.view(-1, 1, 1, 1)

@@ -20,6 +20,8 @@ __all__ = [
 _compiled = torch.ops.convnormpool
 _ACTIVATION_CODE = {name: code for code, name in enumerate(reference.ACTIVATIONS)}
 _PRECISION_CODE = {"ieee": 0, "tf32": 1}
+# Bytes; what the fused CUDA kernels load at once.
+_ALIGNMENT = 16
 
 
 def dense(y: Tensor) -> Tensor:
@@ -68,8 +70,11 @@ def conv_act_moments(
     m2: Tensor,
 ) -> None:
     """The fused convolution and statistics."""
+    x = x.contiguous()
+    if x.is_cuda and x.data_ptr() % _ALIGNMENT:
+        x = x.clone()
     _compiled._conv_act_moments_out(
-        x.contiguous(), w.contiguous(), _contiguous(b), conv.stride, conv.padding, conv.dilation,
+        x, w.contiguous(), _contiguous(b), conv.stride, conv.padding, conv.dilation,
         conv.groups, _ACTIVATION_CODE[conv.activation], _PRECISION_CODE[conv.precision], mean, m2,
         mean.new_empty(workspace) if workspace else None,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _checks, planner, reference
-from ._convolution import autocast_enabled, resolve_padding, triple
+from ._convolution import autocast_enabled, conv3d, resolve_padding, triple
 from .functional import conv_norm_pool
 from .planner import Convolution, Decision
 
@@ -18,6 +18,21 @@ __all__ = ["ConvNormPool3d", "explain"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Conv3d(nn.Conv3d):
+    """An ``nn.Conv3d`` whose precision PyTorch's global settings don't decide."""
+
+    fp32_precision = "ieee"
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            input, padding = _pad(input, self), (0, 0, 0)
+        return conv3d(
+            input, weight, bias, self.stride, padding, self.dilation, self.groups,
+            self.fp32_precision,
+        )  # fmt: skip
 
 
 class ConvNormPool3d(nn.Module):
@@ -82,11 +97,12 @@ class ConvNormPool3d(nn.Module):
         _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
         _checks.choice("path", path, _checks.PATHS)
         _checks.padding(padding, strides)
-        self.conv = nn.Conv3d(
+        self.conv = _Conv3d(
             in_channels, out_channels, kernel, strides,
             padding if isinstance(padding, str) else triple(padding), dilations, groups, bias,
             padding_mode, device, dtype,
         )  # fmt: skip
+        self.conv.fp32_precision = fp32_precision
         self.group_norm = nn.GroupNorm(num_groups, out_channels, eps, affine, device, dtype)
         self.activation = activation
         self.fp32_precision = fp32_precision

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._convolution import convolution, settings_may_interfere
+from ._convolution import conv3d
 
 __all__ = [
     "ACTIVATIONS",
@@ -25,11 +25,16 @@ __all__ = [
 ]
 
 
+def _hardsigmoid(x: Tensor) -> Tensor:
+    if x.is_cuda and x.dtype == torch.float64:
+        # PyTorch's kernels have 1/6 in float32 there, which is no oracle. The same knees.
+        return torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 6 + 0.5))
+    return F.hardsigmoid(x)
+
+
 def _hardswish(x: Tensor) -> Tensor:
     if x.is_cuda and x.dtype == torch.float64:
-        # PyTorch's kernel has 1/6 in float32 there, which is no oracle. The same knees.
-        inner = torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 6 + 0.5))
-        return x * inner
+        return x * _hardsigmoid(x)
     return F.hardswish(x)
 
 
@@ -53,7 +58,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "mish": F.mish,
-    "hardsigmoid": F.hardsigmoid,
+    "hardsigmoid": _hardsigmoid,
 }
 
 
@@ -112,11 +117,7 @@ def conv_norm_pool(
     Returns:
         (N, K), in the dtype that PyTorch's operators give.
     """
-    arguments = (input, weight, bias, stride, padding, dilation, groups)
-    if fp32_precision is not None and settings_may_interfere(input):
-        y = convolution(*arguments, fp32_precision == "tf32")
-    else:
-        y = F.conv3d(*arguments)  # type: ignore[arg-type]
+    y = conv3d(input, weight, bias, stride, padding, dilation, groups, fp32_precision)
     y = F.group_norm(ACTIVATIONS[activation](y), num_groups, norm_weight, norm_bias, eps)
     return y.mean(dim=(2, 3, 4))
 

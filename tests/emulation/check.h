@@ -39,39 +39,43 @@ struct ReferenceMoments {
   std::vector<double> magnitude;  // (N, K): largest sum of absolute products
 };
 
+// One channel of one sample: values and sums of absolute products, tap by tap over whole rows.
+inline void convolve(const Shape& s, const double* x, const double* w, double* y,
+                     double* absolute) {
+  const int64_t Z = s.Z(), P = s.P(), Q = s.Q();
+  for (int64_t tap = 0; tap < s.C * s.T * s.R * s.S; ++tap) {
+    const int64_t j = tap % s.S - s.pad_w, i = tap / s.S % s.R - s.pad_h;
+    const int64_t t = tap / (s.S * s.R) % s.T - s.pad_d, c = tap / (s.S * s.R * s.T);
+    const int64_t first = j < 0 ? -j : 0, end = s.W - j < Q ? s.W - j : Q;
+    for (int64_t row = 0; row < Z * P; ++row) {
+      const int64_t d = row / P + t, h = row % P + i;
+      if (d < 0 || d >= s.D || h < 0 || h >= s.H) continue;
+      const double* from = x + ((c * s.D + d) * s.H + h) * s.W + j;
+      for (int64_t q = first; q < end; ++q) {
+        const double product = w[tap] * from[q];
+        y[row * Q + q] += product;
+        absolute[row * Q + q] += product < 0 ? -product : product;
+      }
+    }
+  }
+}
+
 // x, w, bias are the values that the products are meant to take.
 inline ReferenceMoments reference(const Shape& s, const std::vector<double>& x,
                                   const std::vector<double>& w, const std::vector<double>& bias,
                                   Activation kind) {
   ReferenceMoments r;
-  std::vector<double> h(size_t(s.positions()));
   for (int64_t n = 0; n < s.N; ++n) {
     for (int64_t k = 0; k < s.K; ++k) {
-      double largest = 0, total = 0;
-      size_t at = 0;
-      for (int64_t z = 0; z < s.Z(); ++z)
-        for (int64_t p = 0; p < s.P(); ++p)
-          for (int64_t q = 0; q < s.Q(); ++q) {
-            double y = bias.empty() ? 0.0 : bias[size_t(k)], absolute = std::fabs(y);
-            for (int64_t c = 0; c < s.C; ++c)
-              for (int64_t t = 0; t < s.T; ++t)
-                for (int64_t i = 0; i < s.R; ++i)
-                  for (int64_t j = 0; j < s.S; ++j) {
-                    const int64_t d = z + t - s.pad_d, a = p + i - s.pad_h, b = q + j - s.pad_w;
-                    if (d < 0 || d >= s.D || a < 0 || a >= s.H || b < 0 || b >= s.W) continue;
-                    const double product =
-                        x[size_t((((n * s.C + c) * s.D + d) * s.H + a) * s.W + b)] *
-                        w[size_t((((k * s.C + c) * s.T + t) * s.R + i) * s.S + j)];
-                    y += product;
-                    absolute += std::fabs(product);
-                  }
-            largest = std::fmax(largest, absolute);
-            h[at] = activate(kind, y);
-            total += h[at++];
-          }
+      const double b = bias.empty() ? 0.0 : bias[size_t(k)];
+      std::vector<double> h(size_t(s.positions()), b), absolute(h.size(), std::fabs(b));
+      convolve(s, x.data() + n * s.C * s.D * s.H * s.W, w.data() + k * s.C * s.T * s.R * s.S,
+               h.data(), absolute.data());
+      double largest = 0, total = 0, m2 = 0;
+      for (const double v : absolute) largest = std::fmax(largest, v);
+      for (double& v : h) total += v = activate(kind, v);
       const double mean = total / double(h.size());
-      double m2 = 0;
-      for (double v : h) m2 += (v - mean) * (v - mean);
+      for (const double v : h) m2 += (v - mean) * (v - mean);
       r.mean.push_back(mean);
       r.m2.push_back(m2);
       r.magnitude.push_back(largest);
