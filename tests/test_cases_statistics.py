@@ -147,7 +147,8 @@ def test_row_saved_statistics(device: str, path: str) -> None:
     mixed = [*tensors[:3], *(t.float() for t in tensors[3:] if t is not None)]
     grad_out = SMALL.grad_out(torch.bfloat16, device)
     found = ours(SMALL, mixed, grad_out, path=path)
-    assert_accurate(SMALL, found, mixed, grad_out)
+    # Eager group_norm takes no such mixture on CUDA.
+    assert_accurate(SMALL, found, mixed, grad_out, like_eager=False)
     assert [t.dtype for t in found if t is not None] == [torch.bfloat16] * 4 + [torch.float32] * 2
     x, w, b, *_ = (None if t is None else t.requires_grad_() for t in mixed)
     arguments = ((1, 1, 1), (1, 0, 1), (1, 1, 1), 1, "hardswish", "ieee", path)

@@ -187,7 +187,7 @@ def input_grad(
     kernel = w.shape[2:]
     full = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True)]
     if groups == 1 and all(s == 1 for s in stride) and all(p >= 0 for p in full):
-        flipped = w.flip(*range(2, w.dim())).transpose(0, 1).contiguous()
+        flipped = w.flip(list(range(2, w.dim()))).transpose(0, 1).contiguous()
         if dy.movedim(1, -1).is_contiguous():
             flipped = flipped.contiguous(memory_format=channels_last(w.dim()))
         return forward(dy, flipped, None, stride, full, dilation, 1, allow_tf32)
