@@ -208,6 +208,11 @@ def weight_grad(
     groups: int,
 ) -> Tensor:
     """The gradient of a convolution's weight, of sizes ``size``; call it within ``settings``."""
+    if x.is_cpu and stride[0] > 1 and padding[0] > 0:
+        # oneDNN's weight gradient is wrong, and writes where it should not, for some large paddings
+        # of the first axis together with a stride (seen with PyTorch 2.14.1).
+        x = F.pad(x, [0, 0] * (len(stride) - 1) + [padding[0]] * 2)
+        padding = (0, *padding[1:])
     # Only the sizes and dtype of the weight are looked at.
     w = x.new_empty(1).expand(size)
     grads = torch.ops.aten.convolution_backward(
