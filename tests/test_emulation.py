@@ -1,8 +1,7 @@
 """The CUDA kernels' bodies run on the host: tests/emulation compiles them with g++.
 
 Each program is built with AddressSanitizer and UndefinedBehaviorSanitizer, runs small shapes of
-every kind against float64, and ends with status 0 if all of them agree. The wgmma kernel's programs
-take minutes and run where CONVNORMPOOL_EMULATE is "all", as in .ci/run.
+every kind against float64, and ends with status 0 if all of them agree.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EMULATION = ROOT / "tests" / "emulation"
 OPERANDS = ("kTf32", "kFloat16", "kBFloat16", "kSplit")
 # (source, kind of operand or none), the longest first.
-SLOW = [("wgmma_window", operand) for operand in OPERANDS]
 PROGRAMS = [
-    *(SLOW if os.environ.get("CONVNORMPOOL_EMULATE") == "all" else []),
     *(("window", operand) for operand in OPERANDS),
     ("reductions", ""),
     ("window_map", ""),

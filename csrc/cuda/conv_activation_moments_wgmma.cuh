@@ -8,9 +8,8 @@
 // wgmma has the rows of M as output positions, N as the 16 T pairs of (kd, channel) and the depth
 // as the plane's taps (ci, kh, kw). D holds T slots of 16 columns; output plane z rolls in slot z
 // mod T and is finished T - 1 planes after it began.
-//   M: warp q of a warpgroup owns one output row and 32 columns of it, as two tiles of 16 rows.
-//   Rows
-//      g and g + 8 of tile t stand for columns 4 block(g) + 2 t and + 2 t + 1.
+//   M: warp q of a warpgroup owns one output row and 32 columns of it, as two tiles of 16 rows;
+//      rows g and g + 8 of tile t stand for columns 4 block(g) + 2 t and + 2 t + 1.
 //   A: lane (g, c) holds the window x[.., h + c, 4 block(g) ..+ 7]: c = kh. In tf32 step j of a
 //      channel covers kw = j (k slot c) and kw = j + 2 (k slot c + 4), so that its four registers
 //      are x[2 t + j .. 2 t + j + 3]. In 16 bits one step covers kw = 0..3 and the registers are
@@ -23,6 +22,8 @@
 // Launch: grid (blocks, channel tiles of 16), block Config::kThreads, dynamic shared memory
 // wgmma_shared_bytes<Config>(params); one block per SM, so blocks = number of SMs is best. Any grid
 // gives the same bits: items are independent, and what they are depends on the problem alone.
+// Before it params.tickets are zero and for kSplit sample_amax has filled params.amax. At 168
+// registers three warpgroups, 12 warps, fill an SM.
 #pragma once
 
 #include "activation.h"
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x < 64) {
     reinterpret_cast<uint32_t*>(shared + Config::kZeroOffset)[threadIdx.x] = 0u;
   }
-  stage_weights<Config>(p, first_channel, shared);
+  wgmma_stage_weights<Config>(p, first_channel, shared);
   fence_proxy_async();
   __syncthreads();
 
@@ -105,12 +106,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         const int* exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset);
         const int in_item = sweep.warp() / item.rows;
         const int n = item.n + (in_item < 4 / item.rows ? in_item : 0);
-        const int exponent = split_exponent(p.amax[n < p.N ? n : p.N - 1]);
-        sweep.scale = power_of_two(exponent);
+        const int exponent = wgmma_split_exponent(p.amax[n < p.N ? n : p.N - 1]);
+        sweep.scale = wgmma_power_of_two(exponent);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int k = i / 2 * 8 + sweep.lane() % 4 * 2 + i % 2;
-          sweep.unscale[i] = power_of_two(-exponent - exponents[k]);
+          sweep.unscale[i] = wgmma_power_of_two(-exponent - exponents[k]);
         }
       }
       // Kept in shared memory during the sweep: registers are short.

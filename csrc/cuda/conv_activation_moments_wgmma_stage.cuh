@@ -53,12 +53,12 @@ __device__ __forceinline__ int wgmma_block(int g) {
 
 // The exponent by which to scale so that amax lies in [2^14, 2^15); at most 126, so that 2^exponent
 // is a float. Zero and subnormal values then keep all their bits in two halves; Inf and NaN stay.
-__device__ __forceinline__ int split_exponent(uint32_t amax_bits) {
+__device__ __forceinline__ int wgmma_split_exponent(uint32_t amax_bits) {
   const int exponent = 141 - int(amax_bits >> 23);
   return exponent < 126 ? exponent : 126;
 }
 
-__device__ __forceinline__ float power_of_two(int exponent) { return ldexpf(1.f, exponent); }
+__device__ __forceinline__ float wgmma_power_of_two(int exponent) { return ldexpf(1.f, exponent); }
 
 template <class Config>
 __device__ __forceinline__ float wgmma_weight(const void* w, size_t i) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ float wgmma_weight(const void* w, size_t i) {
 
 // Writes the B operand of channels first .. first + 15; zeros where there is no tap or channel.
 template <class Config>
-__device__ void stage_weights(const WgmmaParams& p, int first, unsigned char* shared) {
+__device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned char* shared) {
   constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
   if constexpr (Config::kSplit) {
@@ -84,7 +84,7 @@ __device__ void stage_weights(const WgmmaParams& p, int first, unsigned char* sh
         amax = max(amax, __float_as_uint(fabsf(value)));
       }
       amax = __reduce_max_sync(~0u, amax);
-      if (threadIdx.x % 32 == 0) exponents[k] = split_exponent(amax);
+      if (threadIdx.x % 32 == 0) exponents[k] = wgmma_split_exponent(amax);
     }
     __syncthreads();
   }
@@ -115,7 +115,7 @@ __device__ void stage_weights(const WgmmaParams& p, int first, unsigned char* sh
     } else if constexpr (Config::kOperand == WgmmaOperand::kFloat16) {
       *reinterpret_cast<__half*>(to) = __float2half_rn(value);
     } else {
-      const float scaled = value * power_of_two(exponents[k]);
+      const float scaled = value * wgmma_power_of_two(exponents[k]);
       const __half high = __float2half_rn(scaled);
       *reinterpret_cast<__half*>(to) = high;
       *reinterpret_cast<__half*>(to + kOnce * Config::kStepBytes) =

@@ -16,7 +16,7 @@ namespace convnormpool {
 
 // Merges the pieces of sample n, channels first .. first + 15, by one warp: a lane takes every
 // other piece of a channel, in order. Mean first, then M2 about it, in float64.
-__device__ __forceinline__ void merge_pieces(const WgmmaParams& p, int n, int first_channel) {
+__device__ __forceinline__ void wgmma_merge_pieces(const WgmmaParams& p, int n, int first_channel) {
   const int lane = int(threadIdx.x) % 32, k = first_channel + lane % 16;
   const int pieces = p.P * p.column_tiles;
   const float2* partials = p.partials + int64_t(n) * pieces * p.K + min(k, p.K - 1);
@@ -413,7 +413,7 @@ struct WgmmaSweep {
       before = __shfl_sync(~0u, before, 0);
       if (before == uint32_t(p.P * p.column_tiles) - 1) {
         __threadfence();
-        merge_pieces(p, n, first_channel);
+        wgmma_merge_pieces(p, n, first_channel);
       }
     }
   }
