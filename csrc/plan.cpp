@@ -37,6 +37,9 @@ int64_t element_size(DType dtype) {
 
 std::string fused_refusal(const Problem& p, const Device& device) {
   if (!device.cuda) {
+    if (p.stride[1] > p.H + 2 * p.padding[1] || p.stride[2] > p.W + 2 * p.padding[2]) {
+      return "the fused CPU kernel takes strides up to the padded input's extent";
+    }
     if (p.channels_per_group() > kCpuFusedMaxChannels && p.T * p.R * p.S > 1) {
       std::ostringstream s;
       s << "the fused CPU kernel is for at most " << kCpuFusedMaxChannels
@@ -53,7 +56,8 @@ void plan_two_stage(const Problem& p, const Device& device, Decision& d) {
   if (device.cuda) {
     const int64_t unfolded =
         (p.C * p.T + kUnfoldedMultiple - 1) / kUnfoldedMultiple * kUnfoldedMultiple;
-    const bool plane_fits = p.H * p.W * unfolded < (int64_t{1} << 31);
+    const bool plane_fits =
+        p.H * p.W * unfolded < (int64_t{1} << 31) && p.D + 2 * p.padding[0] < (int64_t{1} << 31);
     if (p.T > 1 && p.groups == 1 && unfolded <= kMaxUnfoldedChannels && plane_fits) {
       d.unfolded_channels = unfolded;
     }

@@ -162,3 +162,57 @@ def test_operators_check_their_arguments(device: str) -> None:
         ops.group_norm_pool(rows, rows, 0, None, None, 4, 1e-5)
     with pytest.raises(ValueError, match="grad_out"):
         ops.group_norm_pool_backward(rows[:1], rows, rows, 4, None, None, 4, 1e-5, mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("padding", 1.5),
+        ("padding", (1, 1.5, 1)),
+        ("stride", None),
+        ("groups", 1.0),
+        ("groups", "1"),
+        ("num_groups", 2.0),
+        ("num_groups", None),
+        ("eps", "a"),
+        ("norm_weight", 1.0),
+        ("bias", 1.0),
+    ],
+)
+def test_wrong_types(name: str, value: object) -> None:
+    """A TypeError that names the argument."""
+    arguments: dict[str, Any] = {"num_groups": 2, name: value}
+    with pytest.raises(TypeError, match=name):
+        conv_norm_pool(torch.randn(X), torch.randn(W), **arguments)
+
+
+@pytest.mark.parametrize("name", ["stride", "dilation", "padding"])
+def test_beyond_32_bits(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        conv_norm_pool(torch.randn(X), torch.randn(W), num_groups=2, **{name: 2**31})
+
+
+def test_stride_beyond_the_input(device: str) -> None:
+    """One output along each axis, at once."""
+    x, w = torch.randn(X, device=device), torch.randn(W, device=device)
+    found = conv_norm_pool(x, w, num_groups=2, stride=2**31 - 1)
+    corner = conv_norm_pool(x[:, :, :3, :3, :3], w, num_groups=2)
+    assert torch.allclose(found, corner, rtol=1e-4, atol=1e-5)
+
+
+def test_explain_checks_its_arguments() -> None:
+    x, w = torch.randn(X), torch.randn(W)
+    for name in ("padding", "activation", "fp32_precision"):
+        with pytest.raises(ValueError, match=name):
+            explain(w, x, **{name: "bad"})
+    with pytest.raises(ValueError, match="kernel_size"):
+        ConvNormPool3d(3, 4, (2, 2))
+
+
+def test_precision_is_one_setting() -> None:
+    """Set on the layer after construction it reaches the convolution that hooks run."""
+    layer = ConvNormPool3d(3, 4, 2)
+    layer.fp32_precision = "tf32"
+    assert layer.conv.fp32_precision == "tf32"
+    with pytest.raises(ValueError, match="fp32_precision"):
+        layer.fp32_precision = "bf16"

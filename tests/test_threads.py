@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import Case, ours
 
-from convnormpool import _kernels, _threads, conv_norm_pool
+from convnormpool import _convolution, _kernels, _threads, conv_norm_pool
 
 CASE = Case("chunks", (11, 2, 10, 20, 21), 16, (3, 3, 3), 4)
 
@@ -88,6 +88,34 @@ def test_forked_process() -> None:
     assert parent.recv() == wanted.tolist()
     process.join(60)
     assert process.exitcode == 0
+
+
+def test_forked_while_settings_are_held() -> None:
+    """A child that is forked while another thread is inside a call has neither its lock nor its
+    settings."""
+    tensors = CASE.tensors(torch.float32, "cpu")
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with _convolution.settings("cpu", False):
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    parent, child = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(child, tensors))
+    process.start()
+    answered = parent.poll(60)
+    done.set()
+    thread.join()
+    if not answered:
+        process.kill()
+    assert (
+        answered and parent.recv() == CASE.call(conv_norm_pool, tensors, path="two_stage").tolist()
+    )
+    process.join(60)
 
 
 def test_calls_from_a_worker_thread() -> None:

@@ -160,6 +160,8 @@ Geometry check_conv(const Tensor& x, const Tensor& w, const std::optional<Tensor
   const int64_t input[3] = {p.D, p.H, p.W};
   const int64_t filter[3] = {p.T, p.R, p.S};
   for (int axis = 0; axis < 3; ++axis) {
+    STD_TORCH_CHECK(axis == 0 || stride[axis] <= input[axis] + 2 * padding[axis],
+                    "the fused CPU kernel takes strides up to the padded input's extent");
     STD_TORCH_CHECK(input[axis] + 2 * padding[axis] >= dilation[axis] * (filter[axis] - 1) + 1,
                     "the filter is larger than the padded input");
   }

@@ -74,8 +74,12 @@ inline std::string window_refusal(const Problem& p, int32_t major) {
   }
   const int64_t filter[3] = {p.T, p.R, p.S};
   for (int i = 0; i < 3; ++i) {
-    if (p.padding[i] >= filter[i]) return "the fused kernels take padding below the kernel size";
+    if (p.padding[i] < 0 || p.padding[i] >= filter[i]) {
+      return "the fused kernels take padding below the kernel size";
+    }
   }
+  if (p.Z() < 1 || p.P() < 1 || p.Q() < 1) return "the filter is larger than the padded input";
+  if ((p.K + 15) / 16 > 65535) return "the fused kernels take at most 1,048,560 output channels";
   constexpr int64_t kMost = int64_t{1} << 30;
   if (p.D >= kMost || p.H >= kMost || p.W >= kMost || p.K >= kMost || p.N >= kMost ||
       p.P() * ((p.Z() + kWindowSlabPlanes) / kWindowSlabPlanes + 1) *

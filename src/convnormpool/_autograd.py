@@ -125,6 +125,9 @@ def _register_vmap(name: str, rows: frozenset[int]) -> None:
     operator = getattr(torch.ops.convnormpool, name)
 
     def by_slices(size: int, dims: Sequence[Any], args: Sequence[Any]) -> Any:
+        if size == 0:
+            raise ValueError(f"vmap of {name} over a dimension of size 0")
+
         def at(i: int) -> list[Any]:
             return [a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)]
 
@@ -161,6 +164,7 @@ _register_vmap("group_norm_pool", frozenset({0, 1}))
 _register_vmap("group_norm_pool_backward", frozenset())
 _register_vmap("conv_act_moments", frozenset({0}))
 _register_vmap("conv_act_moments_backward", frozenset())
+_register_vmap("conv_weight_grad", frozenset())
 
 
 # --- the layer ------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ Sizes may be symbolic here: under torch.compile and torch.export the same checks
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +18,14 @@ __all__ = [
     "convolution_tensors",
     "epsilon",
     "group_norm_arguments",
+    "integer",
+    "is_tensor",
     "module_arguments",
     "moments_input",
     "norm_parameters",
     "num_groups",
     "padding",
+    "per_axis",
     "same_shape",
     "statistics",
 ]
@@ -83,16 +88,46 @@ def statistics(tensors: Mapping[str, Tensor], shape: Sequence[int], like: Tensor
             raise ValueError(f"{name} must be on {like.device}; it is on {tensor.device}")
 
 
+def integer(name: str, value: Any) -> int:
+    """``value`` as an integer, which it must be; a symbolic one stays as it is."""
+    if isinstance(value, torch.SymInt):
+        return cast("int", value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer; got {value!r}")
+    return value if isinstance(value, int) else operator.index(value)
+
+
+def per_axis(name: str, value: Any, least: int) -> tuple[int, int, int]:
+    """One integer per axis, from one for all or three, each at least ``least``."""
+    values = tuple(value) if isinstance(value, tuple | list) else (value,) * 3
+    if len(values) != 3:
+        raise ValueError(f"{name} must be one number or three; got {value!r}")
+    depth, height, width = (integer(name, v) for v in values)
+    _each(name, (depth, height, width), least)
+    return depth, height, width
+
+
+def is_tensor(name: str, value: Any) -> None:
+    """``value`` must be a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
+
+
 def _each(name: str, values: Sequence[int], least: int) -> None:
     if len(values) != 3:
         raise ValueError(f"{name} must be one number or three; got {tuple(values)}")
     if any(value < least for value in values):
         raise ValueError(f"{name} must be at least {least} on every axis; got {tuple(values)}")
+    if any(value >= 2**31 for value in values):
+        raise ValueError(f"{name} must be below 2**31 on every axis; got {tuple(values)}")
 
 
 def convolution_tensors(input: Tensor, weight: Tensor) -> None:
     """The dimensions and dtypes of a three-dimensional convolution's input and weight."""
+    is_tensor("input", input)
+    is_tensor("weight", weight)
     _dtype("input", input)
+    _dtype("weight", weight)
     if input.dim() != 5:
         raise ValueError(f"input must be 5-D (N, C, D, H, W); got shape {tuple(input.shape)}")
     if weight.dim() != 5:
@@ -116,6 +151,7 @@ def convolution_arguments(
     _each("stride", stride, 1)
     _each("padding", padding, 0)
     _each("dilation", dilation, 1)
+    integer("groups", groups)
     channels, outputs = input.shape[1], weight.shape[0]
     if groups < 1 or channels % groups or outputs % groups:
         raise ValueError(
@@ -143,12 +179,14 @@ def convolution_arguments(
                 f"elements, the padded input has {padded} ({extent} of its own)"
             )
     if bias is not None:
+        is_tensor("bias", bias)
         same_shape("bias", bias, (outputs,))
         _like("bias", bias, input)
 
 
 def num_groups(value: int, channels: int, what: str = "output channels") -> None:
     """``value`` must divide the channels."""
+    integer("num_groups", value)
     if value < 1 or channels % value:
         raise ValueError(
             f"num_groups must be at least 1 and divide the {channels} {what}; got {value}"
@@ -161,6 +199,7 @@ def norm_parameters(
     """Affine parameters: (K,), on the device of ``like``, of a floating dtype."""
     for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if tensor is not None:
+            is_tensor(name, tensor)
             _dtype(name, tensor)
             same_shape(name, tensor, (channels,))
             if tensor.device != like.device:
@@ -198,35 +237,32 @@ def group_norm_arguments(
 
 def epsilon(eps: float) -> None:
     """``eps`` must be a number of at least zero."""
+    if not isinstance(eps, int | float):
+        raise TypeError(f"eps must be a number; got {eps!r}")
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0; got {eps}")
 
 
-def padding(value: int | Sequence[int] | str, stride: Sequence[int]) -> None:
-    """Numbers of at least zero, or "valid", or with stride 1 "same"."""
-    if isinstance(value, str):
-        choice("padding", value, ("same", "valid"))
-        if value == "same" and any(s != 1 for s in stride):
-            raise ValueError(f"padding 'same' needs stride 1; got stride {tuple(stride)}")
-    else:
-        _each("padding", (value,) * 3 if isinstance(value, int) else value, 0)
+def padding(value: Any, stride: Sequence[int]) -> str | tuple[int, int, int]:
+    """Integers of at least zero, or "valid", or with stride 1 "same"."""
+    if not isinstance(value, str):
+        return per_axis("padding", value, 0)
+    choice("padding", value, ("same", "valid"))
+    if value == "same" and any(s != 1 for s in stride):
+        raise ValueError(f"padding 'same' needs stride 1; got stride {tuple(stride)}")
+    return value
 
 
 def module_arguments(
     in_channels: int,
     out_channels: int,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
     groups: int,
 ) -> None:
     """What a layer is made of."""
     for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
-        if value < 1:
+        if integer(name, value) < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
-    _each("kernel_size", kernel_size, 1)
-    _each("stride", stride, 1)
-    _each("dilation", dilation, 1)
+    integer("groups", groups)
     if groups < 1 or in_channels % groups or out_channels % groups:
         raise ValueError(
             f"groups must be at least 1 and divide the {in_channels} input and {out_channels} "

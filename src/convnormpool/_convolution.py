@@ -9,8 +9,9 @@ the global settings, set and restored with a lock held.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -35,7 +36,21 @@ __all__ = [
 
 Triple = tuple[int, int, int]
 
-_SETTINGS_LOCK = threading.RLock()
+_settings_lock = threading.RLock()
+# What restores the settings that a thread has changed just now.
+_restores: list[Callable[[], None]] = []
+
+
+def _after_fork() -> None:
+    """A forked child has none of its parent's threads: neither their lock nor their settings."""
+    global _settings_lock
+    _settings_lock = threading.RLock()
+    while _restores:
+        _restores.pop()()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 # What a convolution on that kind of device looks at. oneDNN's convolutions follow the setting of
 # matrix products as well as their own.
@@ -104,9 +119,18 @@ def settings(device_type: str, allow_tf32: bool) -> Iterator[None]:
     cuda = device_type == "cuda"
     wanted = "tf32" if allow_tf32 and cuda else "ieee"
     changed: list[tuple[str, str, str]] = []
-    with _SETTINGS_LOCK:
+    with _settings_lock:
         deterministic = torch._C._get_cudnn_deterministic()
         benchmark = torch._C._get_cudnn_benchmark()
+
+        def restore() -> None:
+            for backend, operator, value in changed:
+                _set_precision(backend, operator, value)
+            if cuda:
+                torch._C._set_cudnn_deterministic(deterministic)
+                torch._C._set_cudnn_benchmark(benchmark)
+
+        _restores.append(restore)
         try:
             for backend, operator in _PRECISION_KEYS.get(device_type, ()):
                 found = _get_precision(backend, operator)
@@ -120,11 +144,8 @@ def settings(device_type: str, allow_tf32: bool) -> Iterator[None]:
                 torch._C._set_cudnn_benchmark(False)
             yield
         finally:
-            for backend, operator, value in changed:
-                _set_precision(backend, operator, value)
-            if cuda:
-                torch._C._set_cudnn_deterministic(deterministic)
-                torch._C._set_cudnn_benchmark(benchmark)
+            _restores.remove(restore)
+            restore()
 
 
 def channels_last(dims: int) -> torch.memory_format:
@@ -248,6 +269,8 @@ torch.library.register_fake("convnormpool::conv_weight_grad", _conv_weight_grad_
 class _Convolution(torch.autograd.Function):
     """A convolution, or a transposed one, whose gradients of every order keep its precision."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         x: Tensor,
@@ -285,6 +308,8 @@ class _Convolution(torch.autograd.Function):
 
 class _WeightGrad(torch.autograd.Function):
     """The weight gradient, bilinear in the output's gradient and the input."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(

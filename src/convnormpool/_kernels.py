@@ -20,8 +20,8 @@ __all__ = [
 _compiled = torch.ops.convnormpool
 _ACTIVATION_CODE = {name: code for code, name in enumerate(reference.ACTIVATIONS)}
 _PRECISION_CODE = {"ieee": 0, "tf32": 1}
-# Bytes; what the fused CUDA kernels load at once.
-_ALIGNMENT = 16
+# Elements that the fused CUDA kernels load at once.
+_ALIGNMENT = 2
 
 
 def dense(y: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def conv_act_moments(
 ) -> None:
     """The fused convolution and statistics."""
     x = x.contiguous()
-    if x.is_cuda and x.data_ptr() % _ALIGNMENT:
+    if x.is_cuda and x.data_ptr() % (_ALIGNMENT * x.element_size()):
         x = x.clone()
     _compiled._conv_act_moments_out(
         x, w.contiguous(), _contiguous(b), conv.stride, conv.padding, conv.dilation,

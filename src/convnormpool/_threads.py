@@ -70,9 +70,15 @@ def _make_executor(threads: int) -> ThreadPoolExecutor:
         barrier.wait()
 
     executor = ThreadPoolExecutor(threads, thread_name_prefix="convnormpool")
-    for future in [executor.submit(start) for _ in range(threads)]:
-        future.result()
-    torch.set_num_threads(threads)
+    try:
+        for future in [executor.submit(start) for _ in range(threads)]:
+            future.result()
+    except BaseException:  # no room for a thread: the others must not wait for it
+        barrier.abort()
+        executor.shutdown(wait=False, cancel_futures=True)
+        raise
+    finally:
+        torch.set_num_threads(threads)
     return executor
 
 

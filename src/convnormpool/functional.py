@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _checks, ops, planner, reference
 from ._autograd import ConvNormPool
-from ._convolution import autocast_enabled, resolve_padding, triple
+from ._convolution import autocast_enabled, resolve_padding
 from .reference import statistics_dtype
 
 __all__ = ["conv_norm_pool"]
@@ -67,10 +67,11 @@ def conv_norm_pool(
         ValueError: any other argument that makes no sense, or a path that can't run.
     """
     requested = planner.requested_path(path)
-    stride, dilation = triple(stride), triple(dilation)
+    stride = _checks.per_axis("stride", stride, 1)
+    dilation = _checks.per_axis("dilation", dilation, 1)
     _checks.choice("activation", activation, reference.ACTIVATIONS)
     _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
-    _checks.padding(padding, stride)
+    padding = _checks.padding(padding, stride)
     _checks.convolution_tensors(input, weight)
     input, padding = resolve_padding(input, weight.shape[2:], padding, dilation)
     given = (input, weight, bias, norm_weight, norm_bias)

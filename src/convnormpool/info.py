@@ -85,6 +85,9 @@ def self_check() -> tuple[list[str], bool]:
             good = False
     if not _library.PLAN.loaded or not _library.CPU.loaded:
         good = False
+    if torch.cuda.is_available() and not _library.CUDA.loaded:
+        lines.append("cuda  the CUDA operators are not loaded: CUDA tensors take the eager path")
+        good = False
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         for path in ("auto", "fused", "two_stage", "eager"):
             try:

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _checks, planner, reference
-from ._convolution import autocast_enabled, conv3d, resolve_padding, triple
+from ._convolution import autocast_enabled, conv3d, resolve_padding
 from .functional import conv_norm_pool
 from .planner import Convolution, Decision
 
 __all__ = ["ConvNormPool3d", "explain"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+_HOOKS_REASON = "hooks on conv or group_norm need the tensors between the steps"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -88,34 +89,30 @@ class ConvNormPool3d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kernel, strides, dilations = triple(kernel_size), triple(stride), triple(dilation)
-        _checks.module_arguments(in_channels, out_channels, kernel, strides, dilations, groups)
+        kernel = _checks.per_axis("kernel_size", kernel_size, 1)
+        strides = _checks.per_axis("stride", stride, 1)
+        dilations = _checks.per_axis("dilation", dilation, 1)
+        _checks.module_arguments(in_channels, out_channels, groups)
         _checks.num_groups(num_groups, out_channels)
         _checks.epsilon(eps)
         _checks.choice("padding_mode", padding_mode, get_args(PaddingMode))
         _checks.choice("activation", activation, reference.ACTIVATIONS)
         _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
         _checks.choice("path", path, _checks.PATHS)
-        _checks.padding(padding, strides)
+        paddings = _checks.padding(padding, strides)
         self.conv = _Conv3d(
             in_channels, out_channels, kernel, strides,
-            padding if isinstance(padding, str) else triple(padding), dilations, groups, bias,
+            paddings, dilations, groups, bias,
             padding_mode, device, dtype,
         )  # fmt: skip
         self.conv.fp32_precision = fp32_precision
         self.group_norm = nn.GroupNorm(num_groups, out_channels, eps, affine, device, dtype)
         self.activation = activation
-        self.fp32_precision = fp32_precision
         self.path = path
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, C, D, H, W) to (N, K); see :func:`convnormpool.conv_norm_pool`."""
-        if self._has_hooks():
-            if self.path not in ("auto", "eager"):
-                raise ValueError(
-                    f"path {self.path!r} can't run: hooks on conv or group_norm need the tensors "
-                    "between the steps"
-                )
+        if self._takes_hooks():
             h = reference.ACTIVATIONS[self.activation](self.conv(input))
             pooled: Tensor = self.group_norm(h).mean(dim=(2, 3, 4))
             return pooled
@@ -141,8 +138,23 @@ class ConvNormPool3d(nn.Module):
             path=self.path,
         )
 
-    def _has_hooks(self) -> bool:
-        return any(getattr(m, hooks) for m in (self.conv, self.group_norm) for hooks in _HOOKS)
+    @property
+    def fp32_precision(self) -> str:
+        """ "ieee" or "tf32": how float32 products are formed."""
+        return self.conv.fp32_precision
+
+    @fp32_precision.setter
+    def fp32_precision(self, value: str) -> None:
+        _checks.choice("fp32_precision", value, _checks.PRECISIONS)
+        self.conv.fp32_precision = value
+
+    def _takes_hooks(self) -> bool:
+        """Whether there are hooks on the submodules, which only the eager path can run."""
+        if not any(getattr(m, hooks) for m in (self.conv, self.group_norm) for hooks in _HOOKS):
+            return False
+        if self.path not in ("auto", "eager"):
+            raise ValueError(f"path {self.path!r} can't run: {_HOOKS_REASON}")
+        return True
 
     def extra_repr(self) -> str:
         """What the submodules' own representations don't say."""
@@ -193,9 +205,8 @@ def explain(
         conv = module.conv
         if conv.padding_mode != "zeros":
             input = _pad(input, conv)
-        if module._has_hooks():
-            reason = "hooks on conv or group_norm need the tensors between the steps"
-            reasons = {"fused": reason, "two_stage": reason}
+        if module._takes_hooks():
+            reasons = {"fused": _HOOKS_REASON, "two_stage": _HOOKS_REASON}
             return Decision(
                 "eager", "PyTorch's operators", "eager", len(input), None, False, 0, 0, reasons
             )
@@ -206,11 +217,16 @@ def explain(
         fp32_precision, path = module.fp32_precision, module.path
     else:
         weight = module
-    dilation = triple(dilation)
+    strides = _checks.per_axis("stride", stride, 1)
+    dilation = _checks.per_axis("dilation", dilation, 1)
+    _checks.choice("activation", activation, reference.ACTIVATIONS)
+    _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
+    padding = _checks.padding(padding, strides)
+    _checks.convolution_tensors(input, weight)
     input, padding = resolve_padding(input, weight.shape[2:], padding, dilation)
-    if autocast_enabled(input.device.type) and input.dtype != torch.float64:
+    if autocast_enabled(input.device.type):
         low = torch.get_autocast_dtype(input.device.type)
-        input, weight = input.to(low), weight.to(low)
-    _checks.convolution_arguments(input, weight, None, triple(stride), padding, dilation, groups)
-    convolution = Convolution(triple(stride), padding, dilation, groups, activation, fp32_precision)
+        input, weight = (t if t.dtype == torch.float64 else t.to(low) for t in (input, weight))
+    _checks.convolution_arguments(input, weight, None, strides, padding, dilation, groups)
+    convolution = Convolution(strides, padding, dilation, groups, activation, fp32_precision)
     return planner.decide(input, weight, convolution, path)
