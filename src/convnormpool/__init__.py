@@ -15,10 +15,19 @@ from importlib.metadata import PackageNotFoundError, version
 from . import ops as ops
 from . import reference as reference
 from .functional import conv_norm_pool
-from .modules import ConvNormPool3d, explain
+from .modules import ConvNormPool1d, ConvNormPool2d, ConvNormPool3d, explain
 from .planner import Decision
 
-__all__ = ["ConvNormPool3d", "Decision", "conv_norm_pool", "explain", "ops", "reference"]
+__all__ = [
+    "ConvNormPool1d",
+    "ConvNormPool2d",
+    "ConvNormPool3d",
+    "Decision",
+    "conv_norm_pool",
+    "explain",
+    "ops",
+    "reference",
+]
 
 try:
     __version__ = version("convnormpool")

@@ -15,11 +15,12 @@ from torch import Tensor
 __all__ = [
     "choice",
     "convolution_arguments",
-    "convolution_tensors",
+    "convolution_operator",
     "epsilon",
     "group_norm_arguments",
     "integer",
     "is_tensor",
+    "layer_tensors",
     "module_arguments",
     "moments_input",
     "norm_parameters",
@@ -97,14 +98,14 @@ def integer(name: str, value: Any) -> int:
     return value if isinstance(value, int) else operator.index(value)
 
 
-def per_axis(name: str, value: Any, least: int) -> tuple[int, int, int]:
-    """One integer per axis, from one for all or three, each at least ``least``."""
-    values = tuple(value) if isinstance(value, tuple | list) else (value,) * 3
-    if len(values) != 3:
-        raise ValueError(f"{name} must be one number or three; got {value!r}")
-    depth, height, width = (integer(name, v) for v in values)
-    _each(name, (depth, height, width), least)
-    return depth, height, width
+def per_axis(name: str, value: Any, least: int, axes: int) -> tuple[int, ...]:
+    """One integer per axis, from one for all or one each, each at least ``least``."""
+    values = tuple(value) if isinstance(value, tuple | list) else (value,) * axes
+    if len(values) != axes:
+        raise ValueError(f"{name} must be one number or {axes}; got {value!r}")
+    values = tuple(integer(name, v) for v in values)
+    _each(name, values, least)
+    return values
 
 
 def is_tensor(name: str, value: Any) -> None:
@@ -114,26 +115,53 @@ def is_tensor(name: str, value: Any) -> None:
 
 
 def _each(name: str, values: Sequence[int], least: int) -> None:
-    if len(values) != 3:
-        raise ValueError(f"{name} must be one number or three; got {tuple(values)}")
     if any(value < least for value in values):
         raise ValueError(f"{name} must be at least {least} on every axis; got {tuple(values)}")
     if any(value >= 2**31 for value in values):
         raise ValueError(f"{name} must be below 2**31 on every axis; got {tuple(values)}")
 
 
-def convolution_tensors(input: Tensor, weight: Tensor) -> None:
-    """The dimensions and dtypes of a three-dimensional convolution's input and weight."""
+def layer_tensors(input: Tensor, weight: Tensor) -> int:
+    """The number of spatial axes of a layer's input, batched or not, and weight."""
     is_tensor("input", input)
     is_tensor("weight", weight)
     _dtype("input", input)
     _dtype("weight", weight)
-    if input.dim() != 5:
-        raise ValueError(f"input must be 5-D (N, C, D, H, W); got shape {tuple(input.shape)}")
-    if weight.dim() != 5:
+    axes = weight.dim() - 2
+    if axes not in (1, 2, 3):
         raise ValueError(
-            f"weight must be 5-D (K, C // groups, T, R, S); got shape {tuple(weight.shape)}"
+            "weight must be (K, C // groups, T, R, S), or the same without T or without T and R; "
+            f"got shape {tuple(weight.shape)}"
         )
+    if input.dim() not in (axes + 1, axes + 2):
+        extents = ", ".join("DHW"[-axes:])
+        raise ValueError(
+            f"input must be {axes + 2}-D (N, C, {extents}), or unbatched {axes + 1}-D, with a "
+            f"{axes + 2}-D weight; got shape {tuple(input.shape)}"
+        )
+    return axes
+
+
+def convolution_operator(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> None:
+    """What the operators take, whose convolutions have three axes."""
+    if input.dim() != 5 or weight.dim() != 5:
+        raise ValueError(
+            "input must be 5-D (N, C, D, H, W) and weight 5-D (K, C // groups, T, R, S); got "
+            f"shapes {tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    _dtype("input", input)
+    for name, values in (("stride", stride), ("padding", padding), ("dilation", dilation)):
+        if len(values) != 3:
+            raise ValueError(f"{name} must be three numbers; got {tuple(values)}")
+    convolution_arguments(input, weight, bias, stride, padding, dilation, groups)
 
 
 def convolution_arguments(
@@ -145,8 +173,7 @@ def convolution_arguments(
     dilation: Sequence[int],
     groups: int,
 ) -> None:
-    """What a three-dimensional convolution takes."""
-    convolution_tensors(input, weight)
+    """What a convolution over the axes of a weight (K, C // groups, *kernel) takes."""
     _like("weight", weight, input)
     _each("stride", stride, 1)
     _each("padding", padding, 0)
@@ -167,15 +194,16 @@ def convolution_arguments(
             f"input has {channels} channels, but weight of shape {tuple(weight.shape)} with groups "
             f"{groups} takes {weight.shape[1] * groups}"
         )
-    for axis in range(3):
+    axes = weight.dim() - 2
+    for axis, name in enumerate(_AXES[-axes:]):
         extent, kernel = input.shape[2 + axis], weight.shape[2 + axis]
         if kernel < 1:
-            raise ValueError(f"weight must be at least 1 along {_AXES[axis]}; got {kernel}")
+            raise ValueError(f"weight must be at least 1 along {name}; got {kernel}")
         reach = dilation[axis] * (kernel - 1) + 1
         padded = extent + 2 * padding[axis]
         if extent < 1 or padded < reach:
             raise ValueError(
-                f"input is too small along {_AXES[axis]}: the kernel reaches over {reach} "
+                f"input is too small along {name}: the kernel reaches over {reach} "
                 f"elements, the padded input has {padded} ({extent} of its own)"
             )
     if bias is not None:
@@ -243,10 +271,10 @@ def epsilon(eps: float) -> None:
         raise ValueError(f"eps must be at least 0; got {eps}")
 
 
-def padding(value: Any, stride: Sequence[int]) -> str | tuple[int, int, int]:
+def padding(value: Any, stride: Sequence[int]) -> str | tuple[int, ...]:
     """Integers of at least zero, or "valid", or with stride 1 "same"."""
     if not isinstance(value, str):
-        return per_axis("padding", value, 0)
+        return per_axis("padding", value, 0, len(stride))
     choice("padding", value, ("same", "valid"))
     if value == "same" and any(s != 1 for s in stride):
         raise ValueError(f"padding 'same' needs stride 1; got stride {tuple(stride)}")

@@ -24,17 +24,17 @@ from ._schemas import LIBRARY
 __all__ = [
     "autocast_enabled",
     "channels_last",
-    "conv3d",
+    "convolve",
     "forward",
     "input_grad",
+    "output_extents",
+    "per_axis",
     "resolve_padding",
     "settings",
     "settings_may_interfere",
-    "triple",
+    "three_axes",
     "weight_grad",
 ]
-
-Triple = tuple[int, int, int]
 
 _settings_lock = threading.RLock()
 # What restores the settings that a thread has changed just now.
@@ -65,30 +65,52 @@ def autocast_enabled(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def triple(value: int | Sequence[int]) -> Triple:
+def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
     """One value per axis, from one for all or one per axis."""
-    if isinstance(value, int):
-        return (value, value, value)
-    depth, height, width = value
-    return (depth, height, width)
+    return (value,) * axes if isinstance(value, int) else tuple(value)
 
 
 def resolve_padding(
-    input: Tensor, kernel: Sequence[int], padding: int | Sequence[int] | str, dilation: Triple
-) -> tuple[Tensor, Triple]:
+    input: Tensor,
+    kernel: Sequence[int],
+    padding: int | Sequence[int] | str,
+    dilation: Sequence[int],
+) -> tuple[Tensor, tuple[int, ...]]:
     """The input and the padding per axis, from numbers, "valid" or "same".
 
     As in nn.Conv3d, "same" with an odd total adds the extra zero behind the input.
     """
     if not isinstance(padding, str):
-        return input, triple(padding)
+        return input, per_axis(padding, len(kernel))
     if padding == "valid":
-        return input, (0, 0, 0)
+        return input, (0,) * len(kernel)
     total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     if any(t % 2 for t in total):
         input = F.pad(input, [side for t in reversed(total) for side in (0, t % 2)])
-    depth, height, width = (t // 2 for t in total)
-    return input, (depth, height, width)
+    return input, tuple(t // 2 for t in total)
+
+
+def three_axes(
+    x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """A convolution over one to three axes as one over three, the first of them of size one."""
+    missing = 5 - w.dim()
+    for _ in range(missing):
+        x, w = x.unsqueeze(2), w.unsqueeze(2)
+    ones, zeros = (1,) * missing, (0,) * missing
+    return x, w, (*ones, *stride), (*zeros, *padding), (*ones, *dilation)
+
+
+def output_extents(
+    x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    """The output's extent along each axis."""
+    return tuple(
+        (extent + 2 * p - d * (kernel - 1) - 1) // s + 1
+        for extent, kernel, s, p, d in zip(
+            x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True
+        )
+    )
 
 
 def _get_precision(backend: str, operator: str) -> str:
@@ -209,7 +231,7 @@ def input_grad(
     full = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True)]
     if groups == 1 and all(s == 1 for s in stride) and all(p >= 0 for p in full):
         flipped = w.flip(list(range(2, w.dim()))).transpose(0, 1).contiguous()
-        if dy.movedim(1, -1).is_contiguous():
+        if w.dim() > 3 and dy.movedim(1, -1).is_contiguous():
             flipped = flipped.contiguous(memory_format=channels_last(w.dim()))
         return forward(dy, flipped, None, stride, full, dilation, 1, allow_tf32)
     extra = _output_padding(size, dy.shape[2:], kernel, stride, padding, dilation)
@@ -275,12 +297,12 @@ class _Convolution(torch.autograd.Function):
     def forward(
         x: Tensor,
         w: Tensor,
-        stride: Triple,
-        padding: Triple,
-        dilation: Triple,
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
         groups: int,
         allow_tf32: bool,
-        size: Triple | None,
+        size: tuple[int, ...] | None,
     ) -> Tensor:
         # CUDA convolutions take their precision as an argument, and compiled code takes no lock.
         with settings("cpu", allow_tf32) if x.is_cpu else nullcontext():
@@ -316,9 +338,9 @@ class _WeightGrad(torch.autograd.Function):
         dy: Tensor,
         x: Tensor,
         size: Sequence[int],
-        stride: Triple,
-        padding: Triple,
-        dilation: Triple,
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
         groups: int,
         allow_tf32: bool,
     ) -> Tensor:
@@ -343,7 +365,10 @@ class _WeightGrad(torch.autograd.Function):
         return grad_dy, grad_x, None, None, None, None, None, None
 
 
-def conv3d(
+_LIBRARY: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def convolve(
     x: Tensor,
     w: Tensor,
     b: Tensor | None,
@@ -353,14 +378,18 @@ def conv3d(
     groups: int,
     fp32_precision: str | None,
 ) -> Tensor:
-    """``F.conv3d`` at the given precision, in its gradients of every order too.
+    """``F.conv1d``, ``conv2d`` or ``conv3d`` at the given precision, in all its gradients too.
 
     ``fp32_precision`` None leaves the precision to PyTorch's global settings.
     """
+    axes = w.dim() - 2
     if fp32_precision is None or not settings_may_interfere(x):
-        return F.conv3d(x, w, b, stride, padding, dilation, groups)
-    dilation = triple(dilation)
+        return _LIBRARY[axes](x, w, b, stride, padding, dilation, groups)
+    if x.dim() == axes + 1:
+        args = (x.unsqueeze(0), w, b, stride, padding, dilation, groups, fp32_precision)
+        return convolve(*args).squeeze(0)
+    dilation = per_axis(dilation, axes)
     x, padding = resolve_padding(x, w.shape[2:], padding, dilation)
-    arguments = (triple(stride), padding, dilation, groups, fp32_precision == "tf32")
+    arguments = (per_axis(stride, axes), padding, dilation, groups, fp32_precision == "tf32")
     y: Tensor = _Convolution.apply(x, w, *arguments, None)
-    return y if b is None else y + b.view(-1, 1, 1, 1)
+    return y if b is None else y + b.view(-1, *(1,) * axes)

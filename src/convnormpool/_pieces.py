@@ -77,12 +77,7 @@ class Chunks:
         self.w = self._weight(w.to(self.dtype))
         self.w_wide = self.w if self.wide == self.dtype else self._weight(w.to(self.wide))
         self.b = None if b is None else b.detach().to(self.dtype)
-        self.extents = tuple(
-            (x.shape[2 + i] + 2 * conv.padding[i] - conv.dilation[i] * (w.shape[2 + i] - 1) - 1)
-            // conv.stride[i]
-            + 1
-            for i in range(3)
-        )
+        self.extents = _convolution.output_extents(x, w, conv.stride, conv.padding, conv.dilation)
         planes = self.extents[0]
         height = decision.chunk_planes or planes
         self.slabs = -(-planes // height)

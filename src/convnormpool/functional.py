@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from . import _checks, ops, planner, reference
 from ._autograd import ConvNormPool
-from ._convolution import autocast_enabled, resolve_padding
+from ._convolution import autocast_enabled, output_extents, resolve_padding, three_axes
 from .reference import statistics_dtype
 
 __all__ = ["conv_norm_pool"]
@@ -34,14 +35,18 @@ def conv_norm_pool(
 ) -> Tensor:
     """Convolution, activation, group normalisation, and the mean over all positions.
 
-    Equivalent to ``group_norm(activation(conv3d(input))).mean(dim=(2, 3, 4))`` (see
+    Equivalent to ``group_norm(activation(conv(input))).mean(dim=spatial_axes)`` (see
     :func:`convnormpool.reference.conv_norm_pool`), without keeping the convolution's output. Group
     normalisation is affine per channel (Wu and He, 2018) and the mean is linear, so the mean and
     the sum of squared deviations of every channel are enough; they are merged by the rule of Chan,
     Golub and LeVeque (1983).
 
+    The weight's spatial axes, one to three, say which convolution. The shapes below have three;
+    with two, D and T fall away, with one H and R too.
+
     Args:
-        input: (N, C, D, H, W); float64, float32, float16 or bfloat16; any strides.
+        input: (N, C, D, H, W), or one sample (C, D, H, W); float64, float32, float16 or bfloat16;
+            any strides.
         weight: (K, C // groups, T, R, S), of the input's dtype.
         bias: (K,) of the input's dtype, or None.
         num_groups: groups of the normalisation; divides K.
@@ -59,20 +64,23 @@ def conv_norm_pool(
         path: "auto", or the one to use: "fused", "two_stage" or "eager".
 
     Returns:
-        (N, K) in the input's dtype; under autocast in the dtype in which the same chain of
-        PyTorch's operators ends.
+        (N, K), or for one sample (K,), in the input's dtype; under autocast in the dtype in which
+        the same chain of PyTorch's operators ends.
 
     Raises:
         TypeError: a dtype that is not taken, or dtypes that don't go together.
         ValueError: any other argument that makes no sense, or a path that can't run.
     """
     requested = planner.requested_path(path)
-    stride = _checks.per_axis("stride", stride, 1)
-    dilation = _checks.per_axis("dilation", dilation, 1)
+    axes = _checks.layer_tensors(input, weight)
+    stride = _checks.per_axis("stride", stride, 1, axes)
+    dilation = _checks.per_axis("dilation", dilation, 1, axes)
     _checks.choice("activation", activation, reference.ACTIVATIONS)
     _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
     padding = _checks.padding(padding, stride)
-    _checks.convolution_tensors(input, weight)
+    batched = input.dim() == axes + 2
+    if not batched:
+        input = input.unsqueeze(0)
     input, padding = resolve_padding(input, weight.shape[2:], padding, dilation)
     given = (input, weight, bias, norm_weight, norm_bias)
     autocast = autocast_enabled(input.device.type)
@@ -83,26 +91,27 @@ def conv_norm_pool(
 
     if requested == "eager":
         x, w, b, norm_weight, norm_bias = given
-        return reference.conv_norm_pool(
+        out = reference.conv_norm_pool(
             x, w, b, num_groups=num_groups, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps,
             stride=stride, padding=padding, dilation=dilation, groups=groups,
             activation=activation, fp32_precision=None if autocast else fp32_precision,
         )  # fmt: skip
-    input, weight, bias, norm_weight, norm_bias = tensors
-    count = 1
-    for axis in range(3):
-        reach = dilation[axis] * (weight.shape[2 + axis] - 1) + 1
-        count *= (input.shape[2 + axis] + 2 * padding[axis] - reach) // stride[axis] + 1
-    convolution = (stride, padding, dilation, groups, activation, fp32_precision, requested)
+        return out if batched else out.squeeze(0)
+    x, w, b, norm_weight, norm_bias = tensors
+    geometry = three_axes(x, w, stride, padding, dilation)
+    count = math.prod(output_extents(*geometry))
+    x, w = geometry[:2]
+    convolution = (*geometry[2:], groups, activation, fp32_precision, requested)
+    pooled: Tensor
     if _needs_autograd(tensors):
-        out: Tensor
-        out, _, _ = ConvNormPool.apply(*tensors, num_groups, eps, count, dtype, *convolution)
-        return out
-    mean, m2 = ops.conv_act_moments(input, weight, bias, *convolution)
-    pooled: Tensor = ops.group_norm_pool(
-        mean, m2, count, norm_weight, norm_bias, num_groups, eps, dtype
-    )[0]
-    return pooled
+        pooled = ConvNormPool.apply(
+            x, w, b, norm_weight, norm_bias, num_groups, eps, count, dtype, *convolution
+        )[0]
+    else:
+        mean, m2 = ops.conv_act_moments(x, w, b, *convolution)
+        norm = (norm_weight, norm_bias, num_groups, eps, dtype)
+        pooled = ops.group_norm_pool(mean, m2, count, *norm)[0]
+    return pooled if batched else pooled.squeeze(0)
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

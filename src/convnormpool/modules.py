@@ -1,8 +1,8 @@
-"""The layer as a module."""
+"""The layer as a module, over one to three spatial axes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -10,62 +10,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _checks, planner, reference
-from ._convolution import autocast_enabled, conv3d, resolve_padding
+from ._convolution import autocast_enabled, convolve, resolve_padding, three_axes
 from .functional import conv_norm_pool
 from .planner import Convolution, Decision
 
-__all__ = ["ConvNormPool3d", "explain"]
+__all__ = ["ConvNormPool1d", "ConvNormPool2d", "ConvNormPool3d", "explain"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 _HOOKS_REASON = "hooks on conv or group_norm need the tensors between the steps"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class _Conv3d(nn.Conv3d):
-    """An ``nn.Conv3d`` whose precision PyTorch's global settings don't decide."""
+class _Precise(nn.modules.conv._ConvNd):
+    """A convolution whose precision PyTorch's global settings don't decide."""
 
     fp32_precision = "ieee"
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding = self.padding
+        padding: str | int | Sequence[int] = self.padding
         if self.padding_mode != "zeros":
-            input, padding = _pad(input, self), (0, 0, 0)
-        return conv3d(
+            input, padding = _pad(input, self), 0
+        return convolve(
             input, weight, bias, self.stride, padding, self.dilation, self.groups,
             self.fp32_precision,
         )  # fmt: skip
 
 
-class ConvNormPool3d(nn.Module):
-    """``Conv3d -> activation -> GroupNorm -> mean over D, H, W``, (N, C, D, H, W) to (N, K).
+class _Conv1d(_Precise, nn.Conv1d):
+    pass
 
-    The submodules ``conv`` (an ``nn.Conv3d``) and ``group_norm`` (an ``nn.GroupNorm``) hold the
-    parameters, with the names and, from the same seed, the initial values that they have in the
-    same chain of modules. Forward and backward hooks on them need the tensors between the steps, so
-    while there are any the layer takes the eager path and calls the submodules.
 
-    Args:
-        in_channels: C.
-        out_channels: K.
-        kernel_size: (T, R, S), or one number for all.
-        num_groups: groups of the normalisation; divides K.
-        bias: whether the convolution has one.
-        stride: of the convolution.
-        padding: of the convolution, numbers or "same" or "valid".
-        dilation: of the convolution.
-        groups: of the convolution.
-        padding_mode: "zeros", "reflect", "replicate" or "circular".
-        activation: see :func:`convnormpool.conv_norm_pool`.
-        eps: of the normalisation.
-        affine: whether the normalisation has a weight and a bias per channel.
-        fp32_precision: "ieee" or "tf32", see :func:`convnormpool.conv_norm_pool`.
-        path: "auto", "fused", "two_stage" or "eager".
-        device: of the parameters.
-        dtype: of the parameters.
+class _Conv2d(_Precise, nn.Conv2d):
+    pass
 
-    Raises:
-        ValueError: an argument that makes no sense.
-    """
+
+class _Conv3d(_Precise, nn.Conv3d):
+    pass
+
+
+class _ConvNormPool(nn.Module):
+    """The layer over as many axes as ``_convolution`` has."""
+
+    _axes: int
+    _convolution: Callable[..., _Precise]
 
     def __init__(
         self,
@@ -89,9 +76,10 @@ class ConvNormPool3d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kernel = _checks.per_axis("kernel_size", kernel_size, 1)
-        strides = _checks.per_axis("stride", stride, 1)
-        dilations = _checks.per_axis("dilation", dilation, 1)
+        axes = self._axes
+        kernel = _checks.per_axis("kernel_size", kernel_size, 1, axes)
+        strides = _checks.per_axis("stride", stride, 1, axes)
+        dilations = _checks.per_axis("dilation", dilation, 1, axes)
         _checks.module_arguments(in_channels, out_channels, groups)
         _checks.num_groups(num_groups, out_channels)
         _checks.epsilon(eps)
@@ -100,7 +88,7 @@ class ConvNormPool3d(nn.Module):
         _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
         _checks.choice("path", path, _checks.PATHS)
         paddings = _checks.padding(padding, strides)
-        self.conv = _Conv3d(
+        self.conv = self._convolution(
             in_channels, out_channels, kernel, strides,
             paddings, dilations, groups, bias,
             padding_mode, device, dtype,
@@ -111,16 +99,16 @@ class ConvNormPool3d(nn.Module):
         self.path = path
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, D, H, W) to (N, K); see :func:`convnormpool.conv_norm_pool`."""
-        if self._takes_hooks():
-            h = reference.ACTIVATIONS[self.activation](self.conv(input))
-            pooled: Tensor = self.group_norm(h).mean(dim=(2, 3, 4))
-            return pooled
+        """One value per channel; see :func:`convnormpool.conv_norm_pool`."""
         conv, norm = self.conv, self.group_norm
-        padding = conv.padding
+        if self._takes_hooks():
+            batched = input.dim() != self._axes + 1
+            h = reference.ACTIVATIONS[self.activation](conv(input if batched else input[None]))
+            pooled: Tensor = norm(h).flatten(2).mean(dim=2)
+            return pooled if batched else pooled.squeeze(0)
+        padding: str | Sequence[int] | int = conv.padding
         if conv.padding_mode != "zeros":
-            input = _pad(input, conv)
-            padding = (0, 0, 0)
+            input, padding = _pad(input, conv), 0
         return conv_norm_pool(
             input,
             conv.weight,
@@ -164,13 +152,72 @@ class ConvNormPool3d(nn.Module):
         )
 
 
-def _pad(input: Tensor, conv: nn.Conv3d) -> Tensor:
+class ConvNormPool3d(_ConvNormPool):
+    """``Conv3d -> activation -> GroupNorm -> mean over D, H, W``.
+
+    (N, C, D, H, W) to (N, K), and one sample (C, D, H, W) to (K,). The submodules ``conv`` (an
+    ``nn.Conv3d``) and ``group_norm`` (an ``nn.GroupNorm``) hold the parameters, with the names and,
+    from the same seed, the initial values that they have in the same chain of modules. Forward and
+    backward hooks on them need the tensors between the steps, so while there are any the layer
+    takes the eager path and calls the submodules.
+
+    Args:
+        in_channels: C.
+        out_channels: K.
+        kernel_size: (T, R, S), or one number for all.
+        num_groups: groups of the normalisation; divides K.
+        bias: whether the convolution has one.
+        stride: of the convolution.
+        padding: of the convolution, numbers or "same" or "valid".
+        dilation: of the convolution.
+        groups: of the convolution.
+        padding_mode: "zeros", "reflect", "replicate" or "circular".
+        activation: see :func:`convnormpool.conv_norm_pool`.
+        eps: of the normalisation.
+        affine: whether the normalisation has a weight and a bias per channel.
+        fp32_precision: "ieee" or "tf32", see :func:`convnormpool.conv_norm_pool`.
+        path: "auto", "fused", "two_stage" or "eager".
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: an argument that makes no sense.
+    """
+
+    _axes = 3
+    _convolution = _Conv3d
+    conv: _Conv3d
+
+
+class ConvNormPool2d(_ConvNormPool):
+    """``Conv2d -> activation -> GroupNorm -> mean over H, W``, (N, C, H, W) to (N, K).
+
+    :class:`ConvNormPool3d` over two axes, by the same kernels: its arguments, its submodules.
+    """
+
+    _axes = 2
+    _convolution = _Conv2d
+    conv: _Conv2d
+
+
+class ConvNormPool1d(_ConvNormPool):
+    """``Conv1d -> activation -> GroupNorm -> mean over W``, (N, C, W) to (N, K).
+
+    :class:`ConvNormPool3d` over one axis, by the same kernels: its arguments, its submodules.
+    """
+
+    _axes = 1
+    _convolution = _Conv1d
+    conv: _Conv1d
+
+
+def _pad(input: Tensor, conv: nn.modules.conv._ConvNd) -> Tensor:
     """The input padded as a convolution's padding_mode says."""
     return F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
 
 
 def explain(
-    module: ConvNormPool3d | Tensor,
+    module: nn.Module | Tensor,
     input: Tensor,
     *,
     stride: int | Sequence[int] = 1,
@@ -184,9 +231,9 @@ def explain(
     """Which path and kernel would take this, and for each path not taken one sentence why.
 
     Args:
-        module: a layer; or a convolution's weight, and then the arguments of
+        module: a layer of this package; or a convolution's weight, and then the arguments of
             :func:`convnormpool.conv_norm_pool` count.
-        input: (N, C, D, H, W); only its shape, dtype and device are looked at.
+        input: as the layer takes it; only its shape, dtype and device are looked at.
         stride: as for ``conv_norm_pool``; ignored with a layer, like all that follow.
         padding: likewise.
         dilation: likewise.
@@ -199,9 +246,10 @@ def explain(
         The decision; ``print`` shows it in words.
 
     Raises:
+        TypeError: a module that is not this package's.
         ValueError: a path that can't run, or arguments that make no sense.
     """
-    if isinstance(module, ConvNormPool3d):
+    if isinstance(module, _ConvNormPool):
         conv = module.conv
         if conv.padding_mode != "zeros":
             input = _pad(input, conv)
@@ -215,18 +263,24 @@ def explain(
         padding = conv.padding if conv.padding_mode == "zeros" else 0
         activation = module.activation
         fp32_precision, path = module.fp32_precision, module.path
-    else:
+    elif isinstance(module, Tensor):
         weight = module
-    strides = _checks.per_axis("stride", stride, 1)
-    dilation = _checks.per_axis("dilation", dilation, 1)
+    else:
+        raise TypeError(f"explain takes a layer or a weight; got {type(module).__name__}")
+    axes = _checks.layer_tensors(input, weight)
+    strides = _checks.per_axis("stride", stride, 1, axes)
+    dilations = _checks.per_axis("dilation", dilation, 1, axes)
     _checks.choice("activation", activation, reference.ACTIVATIONS)
     _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
     padding = _checks.padding(padding, strides)
-    _checks.convolution_tensors(input, weight)
-    input, padding = resolve_padding(input, weight.shape[2:], padding, dilation)
+    if input.dim() == axes + 1:
+        input = input.unsqueeze(0)
+    input, paddings = resolve_padding(input, weight.shape[2:], padding, dilations)
     if autocast_enabled(input.device.type):
         low = torch.get_autocast_dtype(input.device.type)
         input, weight = (t if t.dtype == torch.float64 else t.to(low) for t in (input, weight))
-    _checks.convolution_arguments(input, weight, None, strides, padding, dilation, groups)
-    convolution = Convolution(strides, padding, dilation, groups, activation, fp32_precision)
+    _checks.convolution_arguments(input, weight, None, strides, paddings, dilations, groups)
+    geometry = three_axes(input, weight, strides, paddings, dilations)
+    input, weight = geometry[:2]
+    convolution = Convolution(*geometry[2:], groups, activation, fp32_precision)
     return planner.decide(input, weight, convolution, path)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _kernels, _library, _two_stage, planner, reference
-from ._convolution import autocast_enabled, triple
+from ._convolution import autocast_enabled
 from ._schemas import LIBRARY
 from .reference import statistics_dtype
 
@@ -248,7 +248,7 @@ def _conv_act_moments(
     precision: str,
     path: str,
 ) -> tuple[Tensor, Tensor]:
-    _checks.convolution_arguments(x, w, b, stride, padding, dilation, groups)
+    _checks.convolution_operator(x, w, b, stride, padding, dilation, groups)
     conv = _convolution(stride, padding, dilation, groups, activation, precision)
     decision = planner.decide(x, w, conv, path)
     mean = _statistics(x, (x.shape[0], w.shape[0]))
@@ -275,7 +275,7 @@ def _conv_act_moments_fake(
     precision: str,
     path: str,
 ) -> tuple[Tensor, Tensor]:
-    _checks.convolution_arguments(x, w, b, stride, padding, dilation, groups)
+    _checks.convolution_operator(x, w, b, stride, padding, dilation, groups)
     _checks.choice("activation", activation, reference.ACTIVATIONS)
     mean = _statistics(x, (x.shape[0], w.shape[0]))
     return mean, torch.empty_like(mean)
@@ -291,7 +291,7 @@ def _convolution(
 ) -> planner.Convolution:
     _checks.choice("activation", activation, reference.ACTIVATIONS)
     _checks.choice("precision", precision, _checks.PRECISIONS)
-    per_axis = (triple(stride), triple(padding), triple(dilation))
+    per_axis = (tuple(stride), tuple(padding), tuple(dilation))
     return planner.Convolution(*per_axis, groups, activation, precision)
 
 
@@ -324,7 +324,7 @@ def _conv_act_moments_backward(
     path: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _checks.convolution_arguments(x, w, b, stride, padding, dilation, groups)
+    _checks.convolution_operator(x, w, b, stride, padding, dilation, groups)
     statistics = {"grad_mean": grad_mean, "grad_m2": grad_m2, "mean": mean}
     _checks.statistics(statistics, (x.shape[0], w.shape[0]), x)
     conv = _convolution(stride, padding, dilation, groups, activation, precision)

@@ -31,11 +31,11 @@ _ENVIRONMENT = "CONVNORMPOOL_PATH"
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution's arguments beside its tensors, and what is done with its output."""
+    """A convolution's arguments, per axis three, and what is done with its output."""
 
-    stride: tuple[int, int, int]
-    padding: tuple[int, int, int]
-    dilation: tuple[int, int, int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
     activation: str
     precision: str

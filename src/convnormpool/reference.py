@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._convolution import conv3d
+from ._convolution import convolve
 
 __all__ = [
     "ACTIVATIONS",
@@ -96,10 +96,13 @@ def conv_norm_pool(
     activation: str = "hardswish",
     fp32_precision: str | None = None,
 ) -> Tensor:
-    """``mean(group_norm(activation(conv3d(input))))`` with PyTorch's operators.
+    """``mean(group_norm(activation(conv(input))))`` with PyTorch's operators.
+
+    The weight's spatial axes, one to three, say which convolution. The shapes below have three;
+    with two, D and T fall away, with one H and R too.
 
     Args:
-        input: (N, C, D, H, W).
+        input: (N, C, D, H, W), or one sample (C, D, H, W).
         weight: (K, C // groups, T, R, S).
         bias: (K,) or None.
         num_groups: groups of the normalisation; divides K.
@@ -115,11 +118,14 @@ def conv_norm_pool(
             gradients, form their products; None leaves it to PyTorch's global settings.
 
     Returns:
-        (N, K), in the dtype that PyTorch's operators give.
+        (N, K) or for one sample (K,), in the dtype that PyTorch's operators give.
     """
-    y = conv3d(input, weight, bias, stride, padding, dilation, groups, fp32_precision)
+    batched = input.dim() == weight.dim()
+    x = input if batched else input.unsqueeze(0)
+    y = convolve(x, weight, bias, stride, padding, dilation, groups, fp32_precision)
     y = F.group_norm(ACTIVATIONS[activation](y), num_groups, norm_weight, norm_bias, eps)
-    return y.mean(dim=(2, 3, 4))
+    y = y.mean(dim=tuple(range(2, y.dim())))
+    return y if batched else y.squeeze(0)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
