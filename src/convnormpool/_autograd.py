@@ -6,6 +6,8 @@ and the operators' registrations alone don't support ``torch.func.grad``. Their 
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from . import ops
 from ._schemas import LIBRARY
 
-__all__ = ["ConvNormPool"]
+__all__ = ["ConvNormPool", "forward"]
 
 
 _SECOND_DERIVATIVE = (
@@ -170,6 +172,33 @@ _register_vmap("conv_weight_grad", frozenset())
 # --- the layer ------------------------------------------------------------------------------------
 
 
+def _below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Spares the operators their derivatives' registrations where nothing records any."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return contextlib.nullcontext()
+    guard: contextlib.AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
+def forward(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    num_groups: int,
+    eps: float,
+    count: int,
+    dtype: torch.dtype,
+    *convolution: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The layer's output (N, K) in ``dtype`` and the moments (N, K) that it comes from."""
+    with _below_autograd():
+        mean, m2 = ops.conv_act_moments(x, w, b, *convolution)
+        out = ops.group_norm_pool(mean, m2, count, norm_weight, norm_bias, num_groups, eps, dtype)
+    return out[0], mean, m2
+
+
 class ConvNormPool(torch.autograd.Function):
     """The whole layer. It keeps its arguments and the moments, never the convolution's output."""
 
@@ -194,13 +223,10 @@ class ConvNormPool(torch.autograd.Function):
         precision: str,
         path: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, m2 = ops.conv_act_moments(
-            x, w, b, stride, padding, dilation, groups, activation, precision, path
-        )
-        normalised = ops.group_norm_pool(
-            mean, m2, count, norm_weight, norm_bias, num_groups, eps, dtype
-        )
-        return normalised[0], mean, m2
+        return forward(
+            x, w, b, norm_weight, norm_bias, num_groups, eps, count, dtype, stride, padding,
+            dilation, groups, activation, precision, path,
+        )  # fmt: skip
 
     @staticmethod
     def setup_context(
@@ -221,7 +247,11 @@ class ConvNormPool(torch.autograd.Function):
         )  # fmt: skip
         # Where a derivative of these gradients could be asked for, it must not come out as zero.
         again = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-        grads = _Gradients.apply(*arguments) if again else _gradients(*arguments)
+        if again:
+            grads = _Gradients.apply(*arguments)
+        else:
+            with _below_autograd():
+                grads = _gradients(*arguments)
         found = (g if take else None for g, take in zip(grads, wanted, strict=True))
         return (*found, *(None,) * 11)
 
@@ -253,6 +283,10 @@ def _gradients(
     else:
         grad_x, grad_w, grad_b = (mean.new_empty(0) for _ in range(3))
     return grad_x, grad_w, grad_b, grad_norm_weight, grad_norm_bias
+
+
+# What apply() binds its arguments to; found once, it is not looked up at each call.
+ConvNormPool.forward.__signature__ = inspect.signature(ConvNormPool.forward)  # type: ignore[attr-defined]
 
 
 class _Gradients(torch.autograd.Function):

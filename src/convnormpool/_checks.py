@@ -1,13 +1,15 @@
 """Argument checks. Each failure names the argument, what it was and what is allowed.
 
-Sizes may be symbolic here: under torch.compile and torch.export the same checks run on fakes.
+Of tensors only the shape, the dtype and the device are looked at. Sizes may be symbolic here: under
+torch.compile and torch.export the same checks run on fakes.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,18 +39,64 @@ PATHS = ("auto", "fused", "two_stage", "eager")
 _AXES = ("depth", "height", "width")
 
 
+_Result = TypeVar("_Result")
+
+
+class Facts(NamedTuple):
+    """What the checks look at of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def dim(self) -> int:
+        """The number of dimensions, as a tensor has it."""
+        return len(self.shape)
+
+
+Described: TypeAlias = Tensor | Facts
+
+
+def remembered(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """``function`` of tensors' facts and of plain values, which is not run twice for the same ones.
+
+    A call takes longer to check than to dispatch. What can't be hashed, such as a symbolic size, is
+    not remembered, and an error is found anew every time.
+    """
+    cached = functools.lru_cache(maxsize=4096)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> _Result:
+        if torch.compiler.is_compiling():
+            return function(*args)
+        facts = [
+            Facts(a.shape, a.dtype, a.device)
+            if isinstance(a, Tensor)
+            else tuple(a)
+            if isinstance(a, list)
+            else a
+            for a in args
+        ]
+        try:
+            return cached(*facts)
+        except TypeError:
+            return function(*args)
+
+    return call
+
+
 def choice(name: str, value: object, allowed: Iterable[str]) -> None:
     """``value`` must be one of ``allowed``."""
     if value not in tuple(allowed):
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
 
-def _dtype(name: str, tensor: Tensor) -> None:
+def _dtype(name: str, tensor: Described) -> None:
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name} must be float64, float32, float16 or bfloat16; got {tensor.dtype}")
 
 
-def _like(name: str, tensor: Tensor, input: Tensor) -> None:
+def _like(name: str, tensor: Described, input: Described) -> None:
     if tensor.device != input.device:
         raise ValueError(
             f"{name} must be on the input's device {input.device}; it is on {tensor.device}"
@@ -60,13 +108,13 @@ def _like(name: str, tensor: Tensor, input: Tensor) -> None:
         )
 
 
-def same_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+def same_shape(name: str, tensor: Described, shape: Sequence[int]) -> None:
     """``tensor`` must have that shape."""
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}; got {tuple(tensor.shape)}")
 
 
-def moments_input(y: Tensor, activation: str) -> None:
+def moments_input(y: Described, activation: str) -> None:
     """What ``act_moments`` takes: (N, K, *) with at least one position."""
     from .reference import ACTIVATIONS
 
@@ -78,7 +126,7 @@ def moments_input(y: Tensor, activation: str) -> None:
     choice("activation", activation, ACTIVATIONS)
 
 
-def statistics(tensors: Mapping[str, Tensor], shape: Sequence[int], like: Tensor) -> None:
+def statistics(tensors: Mapping[str, Described], shape: Sequence[int], like: Described) -> None:
     """Moments or their gradients: of that shape, of the statistics dtype of ``like``."""
     wanted = torch.float64 if like.dtype == torch.float64 else torch.float32
     for name, tensor in tensors.items():
@@ -110,7 +158,7 @@ def per_axis(name: str, value: Any, least: int, axes: int) -> tuple[int, ...]:
 
 def is_tensor(name: str, value: Any) -> None:
     """``value`` must be a tensor."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor | Facts):
         raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
 
 
@@ -121,7 +169,7 @@ def _each(name: str, values: Sequence[int], least: int) -> None:
         raise ValueError(f"{name} must be below 2**31 on every axis; got {tuple(values)}")
 
 
-def layer_tensors(input: Tensor, weight: Tensor) -> int:
+def layer_tensors(input: Described, weight: Described) -> int:
     """The number of spatial axes of a layer's input, batched or not, and weight."""
     is_tensor("input", input)
     is_tensor("weight", weight)
@@ -143,9 +191,9 @@ def layer_tensors(input: Tensor, weight: Tensor) -> int:
 
 
 def convolution_operator(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    input: Described,
+    weight: Described,
+    bias: Described | None,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -165,9 +213,9 @@ def convolution_operator(
 
 
 def convolution_arguments(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    input: Described,
+    weight: Described,
+    bias: Described | None,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -222,7 +270,10 @@ def num_groups(value: int, channels: int, what: str = "output channels") -> None
 
 
 def norm_parameters(
-    norm_weight: Tensor | None, norm_bias: Tensor | None, channels: int, like: Tensor
+    norm_weight: Described | None,
+    norm_bias: Described | None,
+    channels: int,
+    like: Described,
 ) -> None:
     """Affine parameters: (K,), on the device of ``like``, of a floating dtype."""
     for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
@@ -236,12 +287,13 @@ def norm_parameters(
                 )
 
 
+@remembered
 def group_norm_arguments(
-    mean: Tensor,
-    m2: Tensor,
+    mean: Described,
+    m2: Described,
     count: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weight: Described | None,
+    bias: Described | None,
     groups: int,
     eps: float,
     dtype: torch.dtype | None,

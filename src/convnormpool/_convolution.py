@@ -28,8 +28,9 @@ __all__ = [
     "forward",
     "input_grad",
     "output_extents",
+    "pad_behind",
+    "padding_per_axis",
     "per_axis",
-    "resolve_padding",
     "settings",
     "settings_may_interfere",
     "three_axes",
@@ -70,46 +71,48 @@ def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
     return (value,) * axes if isinstance(value, int) else tuple(value)
 
 
-def resolve_padding(
-    input: Tensor,
-    kernel: Sequence[int],
-    padding: int | Sequence[int] | str,
-    dilation: Sequence[int],
-) -> tuple[Tensor, tuple[int, ...]]:
-    """The input and the padding per axis, from numbers, "valid" or "same".
+def padding_per_axis(
+    kernel: Sequence[int], padding: int | Sequence[int] | str, dilation: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The padding of both sides, and the zeros that "same" with an odd total adds behind.
 
-    As in nn.Conv3d, "same" with an odd total adds the extra zero behind the input.
+    As in nn.Conv3d, the extra zero comes last.
     """
-    if not isinstance(padding, str):
-        return input, per_axis(padding, len(kernel))
+    none = (0,) * len(kernel)
     if padding == "valid":
-        return input, (0,) * len(kernel)
-    total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-    if any(t % 2 for t in total):
-        input = F.pad(input, [side for t in reversed(total) for side in (0, t % 2)])
-    return input, tuple(t // 2 for t in total)
+        return none, none
+    if padding == "same":
+        total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple(t // 2 for t in total), tuple(t % 2 for t in total)
+    assert not isinstance(padding, str)
+    return per_axis(padding, len(kernel)), none
 
 
-def three_axes(
-    x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """A convolution over one to three axes as one over three, the first of them of size one."""
-    missing = 5 - w.dim()
-    for _ in range(missing):
-        x, w = x.unsqueeze(2), w.unsqueeze(2)
-    ones, zeros = (1,) * missing, (0,) * missing
-    return x, w, (*ones, *stride), (*zeros, *padding), (*ones, *dilation)
+def pad_behind(input: Tensor, behind: Sequence[int]) -> Tensor:
+    """The input with that many zeros behind each axis."""
+    if not any(behind):
+        return input
+    return F.pad(input, [side for extra in reversed(behind) for side in (0, extra)])
+
+
+def three_axes(tensor: Tensor) -> Tensor:
+    """An input or a weight of fewer axes with ones of size one before them."""
+    while tensor.dim() < 5:
+        tensor = tensor.unsqueeze(2)
+    return tensor
 
 
 def output_extents(
-    x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    input: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> tuple[int, ...]:
-    """The output's extent along each axis."""
+    """The output's extent along each axis, from the input's and the kernel's."""
     return tuple(
-        (extent + 2 * p - d * (kernel - 1) - 1) // s + 1
-        for extent, kernel, s, p, d in zip(
-            x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True
-        )
+        (extent + 2 * p - d * (k - 1) - 1) // s + 1
+        for extent, k, s, p, d in zip(input, kernel, stride, padding, dilation, strict=True)
     )
 
 
@@ -389,7 +392,7 @@ def convolve(
         args = (x.unsqueeze(0), w, b, stride, padding, dilation, groups, fp32_precision)
         return convolve(*args).squeeze(0)
     dilation = per_axis(dilation, axes)
-    x, padding = resolve_padding(x, w.shape[2:], padding, dilation)
+    padding, behind = padding_per_axis(w.shape[2:], padding, dilation)
     arguments = (per_axis(stride, axes), padding, dilation, groups, fp32_precision == "tf32")
-    y: Tensor = _Convolution.apply(x, w, *arguments, None)
+    y: Tensor = _Convolution.apply(pad_behind(x, behind), w, *arguments, None)
     return y if b is None else y + b.view(-1, *(1,) * axes)

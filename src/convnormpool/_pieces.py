@@ -77,7 +77,9 @@ class Chunks:
         self.w = self._weight(w.to(self.dtype))
         self.w_wide = self.w if self.wide == self.dtype else self._weight(w.to(self.wide))
         self.b = None if b is None else b.detach().to(self.dtype)
-        self.extents = _convolution.output_extents(x, w, conv.stride, conv.padding, conv.dilation)
+        self.extents = _convolution.output_extents(
+            x.shape[2:], w.shape[2:], conv.stride, conv.padding, conv.dilation
+        )
         planes = self.extents[0]
         height = decision.chunk_planes or planes
         self.slabs = -(-planes // height)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _checks, ops, planner, reference
-from ._autograd import ConvNormPool
-from ._convolution import autocast_enabled, output_extents, resolve_padding, three_axes
+from . import _checks, planner, reference
+from ._autograd import ConvNormPool, forward
+from ._checks import Described, Facts
+from ._convolution import (
+    autocast_enabled,
+    output_extents,
+    pad_behind,
+    padding_per_axis,
+    three_axes,
+)
 from .reference import statistics_dtype
 
 __all__ = ["conv_norm_pool"]
@@ -73,45 +81,102 @@ def conv_norm_pool(
     """
     requested = planner.requested_path(path)
     axes = _checks.layer_tensors(input, weight)
-    stride = _checks.per_axis("stride", stride, 1, axes)
-    dilation = _checks.per_axis("dilation", dilation, 1, axes)
-    _checks.choice("activation", activation, reference.ACTIVATIONS)
-    _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
-    padding = _checks.padding(padding, stride)
     batched = input.dim() == axes + 2
     if not batched:
         input = input.unsqueeze(0)
-    input, padding = resolve_padding(input, weight.shape[2:], padding, dilation)
     given = (input, weight, bias, norm_weight, norm_bias)
     autocast = autocast_enabled(input.device.type)
     tensors, dtype = _autocast(*given) if autocast else (given, input.dtype)
-    _check_tensors(*tensors, stride, padding, dilation, groups)
-    _checks.num_groups(num_groups, weight.shape[0])
-    _checks.epsilon(eps)
-
+    pooled: Tensor
+    call = _settle(
+        *tensors, num_groups, eps, stride, padding, dilation, groups, activation, fp32_precision
+    )
     if requested == "eager":
-        x, w, b, norm_weight, norm_bias = given
-        out = reference.conv_norm_pool(
-            x, w, b, num_groups=num_groups, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps,
-            stride=stride, padding=padding, dilation=dilation, groups=groups,
+        pooled = reference.conv_norm_pool(
+            *given[:3], num_groups=num_groups, norm_weight=norm_weight, norm_bias=norm_bias,
+            eps=eps, stride=stride, padding=padding, dilation=dilation, groups=groups,
             activation=activation, fp32_precision=None if autocast else fp32_precision,
         )  # fmt: skip
-        return out if batched else out.squeeze(0)
+        return pooled if batched else pooled.squeeze(0)
     x, w, b, norm_weight, norm_bias = tensors
-    geometry = three_axes(x, w, stride, padding, dilation)
-    count = math.prod(output_extents(*geometry))
-    x, w = geometry[:2]
-    convolution = (*geometry[2:], groups, activation, fp32_precision, requested)
-    pooled: Tensor
-    if _needs_autograd(tensors):
-        pooled = ConvNormPool.apply(
-            x, w, b, norm_weight, norm_bias, num_groups, eps, count, dtype, *convolution
-        )[0]
-    else:
-        mean, m2 = ops.conv_act_moments(x, w, b, *convolution)
-        norm = (norm_weight, norm_bias, num_groups, eps, dtype)
-        pooled = ops.group_norm_pool(mean, m2, count, *norm)[0]
+    x, w = three_axes(pad_behind(x, call.behind)), three_axes(w)
+    run = ConvNormPool.apply if _needs_autograd(tensors) else forward
+    pooled = run(
+        x, w, b, norm_weight, norm_bias, num_groups, eps, call.positions, dtype, call.stride,
+        call.padding, call.dilation, groups, activation, fp32_precision, requested,
+    )[0]  # fmt: skip
     return pooled if batched else pooled.squeeze(0)
+
+
+class Call(NamedTuple):
+    """A call's convolution, over three axes: the missing ones have stride 1 and so on.
+
+    Attributes:
+        stride: per axis.
+        padding: per axis, on both sides.
+        dilation: per axis.
+        behind: per axis of the input as it was given, zeros to add behind it.
+        positions: of the output.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    behind: tuple[int, ...]
+    positions: int
+
+
+def convolution_call(
+    input: Described,
+    weight: Described,
+    bias: Described | None,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | str,
+    dilation: int | Sequence[int],
+    groups: int,
+    activation: str,
+    fp32_precision: str,
+) -> Call:
+    """The convolution of a batched call, its arguments checked."""
+    axes = weight.dim() - 2
+    strides = _checks.per_axis("stride", stride, 1, axes)
+    dilations = _checks.per_axis("dilation", dilation, 1, axes)
+    _checks.choice("activation", activation, reference.ACTIVATIONS)
+    _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
+    sides = _checks.padding(padding, strides)
+    kernel = weight.shape[2:]
+    paddings, behind = padding_per_axis(kernel, sides, dilations)
+    padded = [extent + extra for extent, extra in zip(input.shape[2:], behind, strict=True)]
+    whole = Facts((*input.shape[:2], *padded), input.dtype, input.device)
+    _checks.convolution_arguments(whole, weight, bias, strides, paddings, dilations, groups)
+    positions = math.prod(output_extents(padded, kernel, strides, paddings, dilations))
+    ones, zeros = (1,) * (3 - axes), (0,) * (3 - axes)
+    return Call((*ones, *strides), (*zeros, *paddings), (*ones, *dilations), behind, positions)
+
+
+@_checks.remembered
+def _settle(
+    input: Described,
+    weight: Described,
+    bias: Described | None,
+    norm_weight: Described | None,
+    norm_bias: Described | None,
+    num_groups: int,
+    eps: float,
+    *convolution: Any,
+) -> Call:
+    """All that a batched call's arguments say, once they are checked."""
+    call = convolution_call(input, weight, bias, *convolution)
+    _checks.norm_parameters(norm_weight, norm_bias, weight.shape[0], input)
+    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if tensor is not None and tensor.dtype not in (input.dtype, statistics_dtype(input.dtype)):
+            raise TypeError(
+                f"{name} must have the input's dtype {input.dtype} or float32; it has "
+                f"{tensor.dtype}"
+            )
+    _checks.num_groups(num_groups, weight.shape[0])
+    _checks.epsilon(eps)
+    return call
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -143,27 +208,6 @@ def _autocast(
         return (x, w, b, norm_weight, norm_bias), x.dtype
     norm = (cast(norm_weight, torch.float32), cast(norm_bias, torch.float32))
     return (x, w, b, *norm), torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _check_tensors(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> None:
-    _checks.convolution_arguments(input, weight, bias, stride, padding, dilation, groups)
-    _checks.norm_parameters(norm_weight, norm_bias, weight.shape[0], input)
-    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if tensor is not None and tensor.dtype not in (input.dtype, statistics_dtype(input.dtype)):
-            raise TypeError(
-                f"{name} must have the input's dtype {input.dtype} or float32; it has "
-                f"{tensor.dtype}"
-            )
 
 
 def _needs_autograd(tensors: Sequence[Tensor | None]) -> bool:

@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _checks, planner, reference
-from ._convolution import autocast_enabled, convolve, resolve_padding, three_axes
-from .functional import conv_norm_pool
+from ._convolution import autocast_enabled, convolve, pad_behind, three_axes
+from .functional import conv_norm_pool, convolution_call
 from .planner import Convolution, Decision
 
 __all__ = ["ConvNormPool1d", "ConvNormPool2d", "ConvNormPool3d", "explain"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 _HOOKS_REASON = "hooks on conv or group_norm need the tensors between the steps"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Precise(nn.modules.conv._ConvNd):
@@ -138,7 +137,10 @@ class _ConvNormPool(nn.Module):
 
     def _takes_hooks(self) -> bool:
         """Whether there are hooks on the submodules, which only the eager path can run."""
-        if not any(getattr(m, hooks) for m in (self.conv, self.group_norm) for hooks in _HOOKS):
+        if not any(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+            for m in (self.conv, self.group_norm)
+        ):
             return False
         if self.path not in ("auto", "eager"):
             raise ValueError(f"path {self.path!r} can't run: {_HOOKS_REASON}")
@@ -267,20 +269,16 @@ def explain(
         weight = module
     else:
         raise TypeError(f"explain takes a layer or a weight; got {type(module).__name__}")
-    axes = _checks.layer_tensors(input, weight)
-    strides = _checks.per_axis("stride", stride, 1, axes)
-    dilations = _checks.per_axis("dilation", dilation, 1, axes)
-    _checks.choice("activation", activation, reference.ACTIVATIONS)
-    _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
-    padding = _checks.padding(padding, strides)
-    if input.dim() == axes + 1:
+    if input.dim() == _checks.layer_tensors(input, weight) + 1:
         input = input.unsqueeze(0)
-    input, paddings = resolve_padding(input, weight.shape[2:], padding, dilations)
     if autocast_enabled(input.device.type):
         low = torch.get_autocast_dtype(input.device.type)
         input, weight = (t if t.dtype == torch.float64 else t.to(low) for t in (input, weight))
-    _checks.convolution_arguments(input, weight, None, strides, paddings, dilations, groups)
-    geometry = three_axes(input, weight, strides, paddings, dilations)
-    input, weight = geometry[:2]
-    convolution = Convolution(*geometry[2:], groups, activation, fp32_precision)
-    return planner.decide(input, weight, convolution, path)
+    call = convolution_call(
+        input, weight, None, stride, padding, dilation, groups, activation, fp32_precision
+    )
+    convolution = Convolution(
+        call.stride, call.padding, call.dilation, groups, activation, fp32_precision
+    )
+    x, w = three_axes(pad_behind(input, call.behind)), three_axes(weight)
+    return planner.decide(x, w, convolution, path)

@@ -17,7 +17,6 @@ given, take any strides, and are deterministic.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _kernels, _library, _two_stage, planner, reference
-from ._convolution import autocast_enabled
+from ._checks import Described
 from ._schemas import LIBRARY
 from .reference import statistics_dtype
 
@@ -55,11 +54,10 @@ def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def implementation(*args: Any, **kwargs: Any) -> Any:
+            if not torch._C._is_any_autocast_enabled():
+                return function(*args, **kwargs)
             device_type = next(a.device.type for a in args if isinstance(a, Tensor))
-            off: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-            if autocast_enabled(device_type):
-                off = torch.autocast(device_type, enabled=False)
-            with off:
+            with torch.autocast(device_type, enabled=False):
                 return function(*args, **kwargs)
 
         LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -248,9 +246,10 @@ def _conv_act_moments(
     precision: str,
     path: str,
 ) -> tuple[Tensor, Tensor]:
-    _checks.convolution_operator(x, w, b, stride, padding, dilation, groups)
-    conv = _convolution(stride, padding, dilation, groups, activation, precision)
-    decision = planner.decide(x, w, conv, path)
+    conv, decision = _decide(
+        x, w, b, stride, padding, dilation, groups, activation, precision,
+        planner.requested_path(path),
+    )  # fmt: skip
     mean = _statistics(x, (x.shape[0], w.shape[0]))
     m2 = torch.empty_like(mean)
     if x.shape[0] == 0:
@@ -281,18 +280,26 @@ def _conv_act_moments_fake(
     return mean, torch.empty_like(mean)
 
 
-def _convolution(
+@_checks.remembered
+def _decide(
+    x: Described,
+    w: Described,
+    b: Described | None,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
     activation: str,
     precision: str,
-) -> planner.Convolution:
+    path: str,
+) -> tuple[planner.Convolution, planner.Decision]:
+    """The convolution, its arguments checked, and who computes it."""
+    _checks.convolution_operator(x, w, b, stride, padding, dilation, groups)
     _checks.choice("activation", activation, reference.ACTIVATIONS)
     _checks.choice("precision", precision, _checks.PRECISIONS)
     per_axis = (tuple(stride), tuple(padding), tuple(dilation))
-    return planner.Convolution(*per_axis, groups, activation, precision)
+    conv = planner.Convolution(*per_axis, groups, activation, precision)
+    return conv, planner.decide(x, w, conv, path)
 
 
 def _conv_grads(
@@ -324,11 +331,12 @@ def _conv_act_moments_backward(
     path: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _checks.convolution_operator(x, w, b, stride, padding, dilation, groups)
+    conv, decision = _decide(
+        x, w, b, stride, padding, dilation, groups, activation, precision,
+        planner.requested_path(path),
+    )  # fmt: skip
     statistics = {"grad_mean": grad_mean, "grad_m2": grad_m2, "mean": mean}
     _checks.statistics(statistics, (x.shape[0], w.shape[0]), x)
-    conv = _convolution(stride, padding, dilation, groups, activation, precision)
-    decision = planner.decide(x, w, conv, path)
     grads = _conv_grads(x, w, b, output_mask)
     if x.shape[0] == 0:
         for grad in grads:

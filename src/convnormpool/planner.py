@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import _checks, _library
+from ._checks import Described
 
 __all__ = ["Convolution", "Decision", "decide", "requested_path"]
 
@@ -170,7 +170,7 @@ def _plan(
     )  # fmt: skip
 
 
-def decide(x: Tensor, w: Tensor, conv: Convolution, path: str = "auto") -> Decision:
+def decide(x: Described, w: Described, conv: Convolution, path: str = "auto") -> Decision:
     """The decision for a convolution of ``x`` (N, C, D, H, W) with ``w`` (K, C // groups, T, R, S).
 
     Raises:
