@@ -80,6 +80,22 @@ def test_row_invalid_arguments(name: str, device: str, any_path: str) -> None:
         call(changes, device, any_path)
 
 
+def test_what_passed_once_excuses_nothing_like_it() -> None:
+    """Checks are remembered by their arguments' values, and True is 1, and 1.0 too."""
+    for _ in range(2):
+        call({"num_groups": 1, "groups": 1}, "cpu", "auto")
+        for name in ("num_groups", "groups"):
+            for value in (True, 1.0):
+                with pytest.raises(TypeError, match=f"{name} must be an integer"):
+                    call({name: value}, "cpu", "auto")
+
+
+def test_bias_under_autocast_is_a_tensor() -> None:
+    x, w = torch.ones(X), torch.ones(W)
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="bias must be a tensor; got"):
+        conv_norm_pool(x, w, [0.0] * 16, num_groups=4)  # type: ignore[arg-type]
+
+
 def test_the_good_call_is_good(device: str, any_path: str) -> None:
     assert call({}, device, any_path).shape == (2, 16)
 

@@ -63,7 +63,7 @@ def remembered(function: Callable[..., _Result]) -> Callable[..., _Result]:
     A call takes longer to check than to dispatch. What can't be hashed, such as a symbolic size, is
     not remembered, and an error is found anew every time.
     """
-    cached = functools.lru_cache(maxsize=4096)(function)
+    cached = functools.lru_cache(maxsize=4096, typed=True)(function)
 
     @functools.wraps(function)
     def call(*args: Any) -> _Result:

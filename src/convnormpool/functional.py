@@ -87,10 +87,10 @@ def conv_norm_pool(
     given = (input, weight, bias, norm_weight, norm_bias)
     autocast = autocast_enabled(input.device.type)
     tensors, dtype = _autocast(*given) if autocast else (given, input.dtype)
-    pooled: Tensor
     call = _settle(
         *tensors, num_groups, eps, stride, padding, dilation, groups, activation, fp32_precision
     )
+    pooled: Tensor
     if requested == "eager":
         pooled = reference.conv_norm_pool(
             *given[:3], num_groups=num_groups, norm_weight=norm_weight, norm_bias=norm_bias,
@@ -198,9 +198,9 @@ def _autocast(
     low = torch.get_autocast_dtype(device_type)
 
     def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        if tensor is None or tensor.dtype not in _checks.DTYPES or tensor.dtype == torch.float64:
-            return tensor
-        return tensor.to(dtype)
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _checks.DTYPES:
+            return tensor  # for the checks to refuse
+        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
     x, w, b = cast(input, low), cast(weight, low), cast(bias, low)
     assert x is not None and w is not None
