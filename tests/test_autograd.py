@@ -151,7 +151,7 @@ def test_backward_twice(device: str, path: str) -> None:
         torch.autograd.grad(out, leaves)
 
 
-@pytest.mark.parametrize("which", range(3), ids=PARAMETERS[:3])
+@pytest.mark.parametrize("which", range(5), ids=PARAMETERS)
 def test_in_place_edit_raises(which: int, device: str, path: str) -> None:
     """A tensor that the backward needs and that was written to since is an error."""
     leaves = [

@@ -106,12 +106,14 @@ def test_padding_modes(mode: str, device: str, any_path: str) -> None:
     options: dict[str, Any] = {"padding": (1, 2, 0), "padding_mode": mode}
     layer, eager = ConvNormPool3d(4, 16, 3, path=any_path, **options), Chain(**options)
     eager.load_state_dict(layer.state_dict())
-    x = sample(device).requires_grad_()
-    layer.to(device)(x).square().sum().backward()
-    z = x.detach().double().requires_grad_()
+    # In float64 no output is so near to a kink that either slope could be right.
+    x = sample(device, torch.float64).requires_grad_()
+    layer.to(device).double()(x).square().sum().backward()
+    z = x.detach().requires_grad_()
     eager.to(device).double()(z).square().sum().backward()
     assert x.grad is not None and z.grad is not None
-    assert torch.allclose(x.grad.double(), z.grad, rtol=1e-3, atol=1e-5)
+    # PyTorch's own float64 hardswish on CUDA has 1/6 in float32.
+    assert torch.allclose(x.grad, z.grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
