@@ -77,6 +77,69 @@ def test_opcheck_weight_gradient(device: str) -> None:
     opcheck(torch.ops.convnormpool.conv_weight_grad, (dy, x, (8, 3, 3, 2, 3), *convolution))
 
 
+def compiled_arguments(name: str, make: Make) -> tuple[Any, ...]:
+    """A call of the operator of that name that a compiled library implements."""
+    rows = lambda: make(2, 8)  # noqa: E731
+    groups = lambda: make(2, 4)  # noqa: E731
+    plain = (*PLAIN[:4], 0, 0)
+    if name == "_act_moments_out":
+        return (make(2, 8, 3, 4, 5), 0, rows(), rows(), None)
+    if name == "_act_moments_backward_out":
+        return (make(2, 8, 3, 4, 5), rows(), rows(), rows(), 0, make(2, 8, 3, 4, 5))
+    if name == "_group_norm_pool_out":
+        norm = (60, make(8), make(8), 4, 1e-5)
+        return (rows(), rows().abs(), *norm, rows(), groups(), groups())
+    if name == "_group_norm_pool_backward_out":
+        norm = (make(8), 60, 4, 1e-5)
+        return (rows(), rows(), rows().abs(), *norm, rows(), rows(), make(8), make(8))
+    if name == "_conv_act_moments_out":
+        return (*convolution(make), *plain, rows(), rows(), None)
+    if name == "_conv_act_moments_backward_out":
+        grads = convolution(make)
+        return (*convolution(make), rows(), rows(), rows(), *plain, *grads, None)
+    # x or its gradient (N, C, D, H, W) and its planes, for a filter of 3 along the depth.
+    x, planes = make(2, 3, 6, 4, 5), make(2, 6, 4, 5, 12).contiguous()
+    if name == "_to_channels_last_out":
+        return (x, torch.empty_like(x, memory_format=torch.channels_last_3d))
+    return (x, 3, 1, 1, 1, planes) if name == "_unfold_depth_out" else (planes, 3, 1, 1, 1, x)
+
+
+ON_CPU = (
+    "_act_moments_out",
+    "_act_moments_backward_out",
+    "_group_norm_pool_out",
+    "_group_norm_pool_backward_out",
+    "_conv_act_moments_out",
+    "_conv_act_moments_backward_out",
+)
+ON_CUDA = (
+    "_group_norm_pool_out",
+    "_group_norm_pool_backward_out",
+    "_to_channels_last_out",
+    "_unfold_depth_out",
+    "_fold_depth_out",
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        *(("cpu", name) for name in ON_CPU),
+        *(pytest.param("cuda", name, marks=pytest.mark.cuda) for name in ON_CUDA),
+    ],
+)
+def test_opcheck_compiled(where: str, name: str) -> None:
+    """What writes into given tensors writes into those that its schema says."""
+    make = maker(where, False, "contiguous")
+    opcheck(getattr(torch.ops.convnormpool, name), compiled_arguments(name, make))
+
+
+@pytest.mark.parametrize("name", ON_CPU[:2])
+def test_opcheck_compiled_channels_last(name: str) -> None:
+    make = maker("cpu", False, "channels_last_3d")
+    opcheck(getattr(torch.ops.convnormpool, name), compiled_arguments(name, make))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_opcheck_dtypes(name: str, dtype: torch.dtype, device: str) -> None:

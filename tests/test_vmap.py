@@ -6,7 +6,8 @@ import pytest
 import torch
 from helpers import Case
 from torch import Tensor
-from torch.func import functional_call, grad, grad_and_value, jvp, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, vmap
 
 from convnormpool import ConvNormPool3d, conv_norm_pool, ops, reference
 
@@ -91,6 +92,26 @@ def test_jvp_is_refused(device: str, any_path: str) -> None:
     elif any_path != "eager":
         with pytest.raises(RuntimeError, match=r"jvp|forward"):
             jvp(lambda *t: layer(any_path, *t), given, tangents)
+
+
+def test_jacobian(device: str, path: str) -> None:
+    """jacrev, which maps over the rows of the output, as row by row."""
+    x, *rest = tensors(device)
+    found = jacrev(lambda x: layer(path, x, *rest))(x)
+    leaf = x.clone().requires_grad_()
+    out = layer(path, leaf, *rest)
+    rows = [torch.autograd.grad(value, leaf, retain_graph=True)[0] for value in out.flatten()]
+    assert torch.allclose(found.flatten(0, 1), torch.stack(rows), **NEAR)
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["grad", "no_grad"])
+def test_dual_numbers_are_refused(record: bool, device: str, path: str) -> None:
+    """torch.autograd.forward_ad: an error, never a tangent that is lost."""
+    x, *rest = tensors(device)
+    with torch.set_grad_enabled(record), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match=r"jvp|forward"):
+            layer(path, dual, *rest)
 
 
 def test_gradient_of_a_gradient_is_refused(device: str, any_path: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from . import _checks, planner, reference
 from ._convolution import autocast_enabled, convolve, pad_behind, three_axes
@@ -17,7 +18,9 @@ from .planner import Convolution, Decision
 __all__ = ["ConvNormPool1d", "ConvNormPool2d", "ConvNormPool3d", "explain"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
-_HOOKS_REASON = "hooks on conv or group_norm need the tensors between the steps"
+_HOOKS_REASON = (
+    "hooks on conv or group_norm, or a forward of their own, need the tensors between the steps"
+)
 
 
 class _Precise(nn.modules.conv._ConvNd):
@@ -45,6 +48,10 @@ class _Conv2d(_Precise, nn.Conv2d):
 
 class _Conv3d(_Precise, nn.Conv3d):
     pass
+
+
+# Who may take the convolution of a submodule; a subclass that has another is called.
+_CONV_FORWARDS = tuple(kind._conv_forward for kind in (_Precise, nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 
 class _ConvNormPool(nn.Module):
@@ -128,7 +135,8 @@ class _ConvNormPool(nn.Module):
     @property
     def fp32_precision(self) -> str:
         """ "ieee" or "tf32": how float32 products are formed."""
-        return self.conv.fp32_precision
+        # An nn.Conv that someone put there knows none.
+        return getattr(self.conv, "fp32_precision", "ieee")
 
     @fp32_precision.setter
     def fp32_precision(self, value: str) -> None:
@@ -136,10 +144,12 @@ class _ConvNormPool(nn.Module):
         self.conv.fp32_precision = value
 
     def _takes_hooks(self) -> bool:
-        """Whether there are hooks on the submodules, which only the eager path can run."""
-        if not any(
-            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-            for m in (self.conv, self.group_norm)
+        """Whether the submodules have to be called, which only the eager path does."""
+        if (
+            _is_plain(self.conv, self._convolution)
+            and type(self.conv)._conv_forward in _CONV_FORWARDS
+            and _is_plain(self.group_norm, nn.GroupNorm)
+            and not _has_any_global_hook()
         ):
             return False
         if self.path not in ("auto", "eager"):
@@ -160,8 +170,8 @@ class ConvNormPool3d(_ConvNormPool):
     (N, C, D, H, W) to (N, K), and one sample (C, D, H, W) to (K,). The submodules ``conv`` (an
     ``nn.Conv3d``) and ``group_norm`` (an ``nn.GroupNorm``) hold the parameters, with the names and,
     from the same seed, the initial values that they have in the same chain of modules. Forward and
-    backward hooks on them need the tensors between the steps, so while there are any the layer
-    takes the eager path and calls the submodules.
+    backward hooks on them need the tensors between the steps, so while there are any, or one has
+    a forward of its own, the layer takes the eager path and calls the submodules.
 
     Args:
         in_channels: C.
@@ -213,6 +223,18 @@ class ConvNormPool1d(_ConvNormPool):
     conv: _Conv1d
 
 
+def _is_plain(module: nn.Module, kind: Any) -> bool:
+    """Whether a call of the module would do what one of its kind does, and nothing else."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or type(module).forward is not kind.forward
+    )
+
+
 def _pad(input: Tensor, conv: nn.modules.conv._ConvNd) -> Tensor:
     """The input padded as a convolution's padding_mode says."""
     return F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
@@ -253,13 +275,13 @@ def explain(
     """
     if isinstance(module, _ConvNormPool):
         conv = module.conv
-        if conv.padding_mode != "zeros":
-            input = _pad(input, conv)
         if module._takes_hooks():
             reasons = {"fused": _HOOKS_REASON, "two_stage": _HOOKS_REASON}
             return Decision(
                 "eager", "PyTorch's operators", "eager", len(input), None, False, 0, 0, reasons
             )
+        if conv.padding_mode != "zeros":
+            input = _pad(input, conv)
         weight = conv.weight
         stride, dilation, groups = conv.stride, conv.dilation, conv.groups
         padding = conv.padding if conv.padding_mode == "zeros" else 0

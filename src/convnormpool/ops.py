@@ -306,11 +306,14 @@ def _conv_grads(
     x: Tensor, w: Tensor, b: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the gradients; an unwanted one has no elements."""
-    k = w.shape[0]
+    grad_w = w.new_empty((0,))
+    if output_mask[1]:
+        # Axes of one element may have any stride, and DistributedDataParallel compares it with w's.
+        grad_w = torch.empty_like(w) if w.is_contiguous() else w.new_empty(w.shape)
     return (
         x.new_empty(x.shape if output_mask[0] else (0,)),
-        w.new_empty(w.shape if output_mask[1] else (0,)),
-        w.new_empty((k if output_mask[2] else 0,)),
+        grad_w,
+        w.new_empty((w.shape[0] if output_mask[2] else 0,)),
     )
 
 
