@@ -4,8 +4,9 @@
     >>> layer(torch.randn(2, 3, 16, 32, 32)).shape
     torch.Size([2, 16])
 
-The convolution's output is never kept. ``python -m convnormpool`` shows what is installed and
-checks it; ``explain`` says which path takes a layer and why.
+The convolution's output is never kept. ``fuse_`` finds the same chain in a model and rewrites it in
+place. ``python -m convnormpool`` shows what is installed and checks it; ``explain`` says which path
+takes a layer and why.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from . import ops as ops
 from . import reference as reference
 from .functional import conv_norm_pool
+from .fusion import FusionReport, fuse_, unfuse_
 from .modules import ConvNormPool1d, ConvNormPool2d, ConvNormPool3d, explain
 from .planner import Decision
 
@@ -23,10 +25,13 @@ __all__ = [
     "ConvNormPool2d",
     "ConvNormPool3d",
     "Decision",
+    "FusionReport",
     "conv_norm_pool",
     "explain",
+    "fuse_",
     "ops",
     "reference",
+    "unfuse_",
 ]
 
 try:

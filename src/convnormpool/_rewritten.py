@@ -1,0 +1,246 @@
+"""What a rewritten module carries: the class, its forward, and what must hold for that.
+
+Pickles name functions of this module.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import importlib
+import itertools
+import linecache
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from ._convolution import autocast_enabled
+from ._steps import Kept, has_hooks
+from .functional import conv_norm_pool
+
+__all__ = [
+    "Code",
+    "Fused",
+    "Fusion",
+    "Path",
+    "Place",
+    "Variant",
+    "class_of",
+    "run_place",
+    "set_fusion",
+]
+
+Path = tuple[str, ...]
+
+
+class Code:
+    """A generated function. Copies share it; it is pickled as its source."""
+
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(self, source: str, names: dict[str, Any]) -> None:
+        self.source = source
+        self.names = names
+        file = f"<convnormpool.fuse_ {next(self._numbers)}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        space = dict(names)
+        exec(compile(source, file, "exec"), space)
+        self.function: Callable[..., Any] = space["forward"]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Code:
+        """The code of a traced graph, a function of the module and the graph's inputs."""
+        code = graph.python_code("self")
+        return cls(code.src.lstrip(), dict(code.globals))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Code:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        modules = {k: v.__name__ for k, v in self.names.items() if isinstance(v, types.ModuleType)}
+        others = {k: v for k, v in self.names.items() if k not in modules}
+        return _load_code, (self.source, modules, others)
+
+
+def _load_code(source: str, modules: dict[str, str], others: dict[str, Any]) -> Code:
+    imported = {name: importlib.import_module(module) for name, module in modules.items()}
+    return Code(source, {**imported, **others})
+
+
+@dataclass(frozen=True)
+class Place:
+    """One call of ``conv_norm_pool``, and the steps that were there before."""
+
+    convolution: str
+    dims: int
+    activation: str
+    trailing: int
+    adaptive: bool
+    fp32_precision: str
+    before: Code
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A rewritten forward, and what must hold for it to be the original's equivalent."""
+
+    code: Code
+    inputs: tuple[str, ...]
+    scopes: tuple[tuple[Path, type[nn.Module]], ...]
+    kept: tuple[tuple[Path, Kept], ...]
+    reads: tuple[tuple[Path, str, Any], ...]
+
+    def holds(self, root: nn.Module) -> bool:
+        """Whether everything is as it was when the forward was traced."""
+        for path, base in self.scopes:
+            module = _at(root, path)
+            if module is None or class_of(module) is not base or has_hooks(module):
+                return False
+            if "forward" in module.__dict__:
+                return False
+        for path, kept in self.kept:
+            module = _at(root, path)
+            if module is None or not kept.holds(module):
+                return False
+        for path, name, value in self.reads:
+            module = _at(root, path)
+            if module is None or _read(module, name) != value:
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """All of a rewritten module: one forward for each mode that the original distinguishes."""
+
+    places: tuple[Place, ...]
+    variants: tuple[Variant, ...]
+
+
+class Fused:
+    """Mixed into the class of a rewritten module."""
+
+    _convnormpool_base: ClassVar[type[nn.Module]]
+    # Stands on the class for instances that a method of the original creates, slices for one.
+    _convnormpool_fusion: Fusion | None = None
+
+    @property
+    def _convnormpool_module(self) -> Any:
+        """The module itself, as a traced graph can name it."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(max(2, int(protocol)))
+        function, arguments, *rest = reduced
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return (_new, (type(self)._convnormpool_base, *arguments[1:]), *rest)
+        return (function, arguments, *rest)
+
+
+def _new(base: type[nn.Module], *arguments: Any) -> nn.Module:
+    kind = _fused_class(base)
+    return kind.__new__(kind, *arguments)
+
+
+_fused_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _fused_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class of rewritten modules that had ``base``; one for each."""
+    if base in _fused_classes:
+        return _fused_classes[base]
+    original = base.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fusion = self._convnormpool_fusion
+        if fusion is not None and not nn.modules.module._has_any_global_hook():
+            for variant in fusion.variants:
+                names = variant.inputs[len(args) :]
+                if len(args) + len(kwargs) != len(variant.inputs) or set(names) != set(kwargs):
+                    continue
+                if variant.holds(self):
+                    return variant.code.function(self, *args, *(kwargs[name] for name in names))
+        return original(self, *args, **kwargs)
+
+    space = {"forward": forward, "_convnormpool_base": base, "__module__": base.__module__}
+    kind = types.new_class(f"Fused{base.__name__}", (Fused, base), {}, lambda s: s.update(space))
+    _fused_classes[base] = kind
+    return kind
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has, or had before it was rewritten."""
+    base: type[nn.Module] = type(module).__dict__.get("_convnormpool_base", type(module))
+    return base
+
+
+def set_fusion(module: nn.Module, fusion: Fusion | None) -> int:
+    """Rewrites a module, or takes it back; the number of places that it had."""
+    before = module.__dict__.pop("_convnormpool_fusion", None)
+    base = class_of(module)
+    object.__setattr__(module, "__class__", base if fusion is None else _fused_class(base))
+    if fusion is not None:
+        module.__dict__["_convnormpool_fusion"] = fusion
+    return 0 if before is None else len({place.convolution for place in before.places})
+
+
+def _at(root: nn.Module, path: Path) -> nn.Module | None:
+    module: nn.Module | None = root
+    for name in path:
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def _read(module: nn.Module, name: str) -> Any:
+    return tuple(module._modules) if name == "_modules" else getattr(module, name, None)
+
+
+def run_place(
+    module: Any,
+    index: int,
+    input: Tensor,
+    conv: _ConvNd,
+    norm: nn.GroupNorm | tuple[int, Tensor | None, Tensor | None, float],
+) -> Tensor:
+    """What a rewritten forward calls: the place's result in the shape that its mean gives."""
+    place: Place = module._convnormpool_fusion.places[index]
+    if input.dim() != place.dims + 2:
+        result: Tensor = place.before.function(module, input)
+        return result
+    padding: Any = conv.padding
+    if conv.padding_mode != "zeros":
+        sides = conv._reversed_padding_repeated_twice
+        input, padding = F.pad(input, sides, mode=conv.padding_mode), 0
+    if not isinstance(norm, tuple):
+        norm = (norm.num_groups, norm.weight, norm.bias, norm.eps)
+    num_groups, norm_weight, norm_bias, eps = norm
+    pooled = conv_norm_pool(
+        input,
+        conv.weight,
+        conv.bias,
+        num_groups=num_groups,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        eps=eps,
+        stride=conv.stride,
+        padding=padding,
+        dilation=conv.dilation,
+        groups=conv.groups,
+        activation=place.activation,
+        fp32_precision=place.fp32_precision,
+    )
+    if place.adaptive and autocast_enabled(input.device.type):
+        # Autocast has a dtype for some of these, which the result must have, too.
+        pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[place.dims - 1]
+        pooled = pool(_with_ones(pooled, place.dims), 1).flatten(1)
+    return _with_ones(pooled, place.trailing)
+
+
+def _with_ones(tensor: Tensor, axes: int) -> Tensor:
+    return tensor.reshape(tensor.shape + (1,) * axes) if axes else tensor
