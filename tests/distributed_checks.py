@@ -42,9 +42,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 def classifier(channels: int = 3, kernel: int = 3) -> nn.Sequential:
-    """The same on every process."""
+    """The same on every process; without kinks, at which rounding would decide a gradient."""
     torch.manual_seed(SEED)
-    return nn.Sequential(ConvNormPool3d(channels, 16, kernel, 4, padding=1), nn.Linear(16, 5))
+    layer = ConvNormPool3d(channels, 16, kernel, 4, padding=1, activation="silu")
+    return nn.Sequential(layer, nn.Linear(16, 5))
 
 
 def batch(step: int, channels: int = 3, samples: int = SAMPLES) -> Batch:
