@@ -167,7 +167,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpoint", type=Path, metavar="FOLDER", help="resume from here, and save here")
     options = parser.parse_args(arguments)
     processes = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
-    if options.batch < 1 or options.batch % processes:
+    if options.batch < 1:
+        parser.error(f"--batch must be at least 1; got {options.batch}")
+    if options.checkpoint is not None and options.checkpoint.is_file():
+        parser.error(f"--checkpoint must be a folder; {options.checkpoint} is a file")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU, and there is none")
+    if options.batch % processes:
         parser.error(f"--batch {options.batch} can't be divided among {processes} processes")
     return options
 

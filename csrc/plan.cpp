@@ -101,13 +101,11 @@ Decision plan(const Problem& p, const Device& device, std::optional<Path> reques
   d.backward_path = d.path;
   reason(Path::kFused) = refusal;
   reason(Path::kEager) = "it keeps the convolution's output in memory and is slower";
-  if (refusal.empty()) {
-    reason(Path::kTwoStage) = "the fused kernel takes this problem and is faster";
-  }
   if (requested) {
-    for (std::string& sentence : d.reason) {
-      if (sentence.empty()) sentence = "another path was asked for";
-    }
+    for (std::string& sentence : d.reason) sentence = "another path was asked for";
+    reason(Path::kFused) = refusal.empty() ? "another path was asked for" : refusal;
+  } else if (refusal.empty()) {
+    reason(Path::kTwoStage) = "the fused kernel takes this problem and is faster";
   }
   reason(d.path).clear();
 

@@ -217,7 +217,10 @@ def parse_arches(text: str, supported: set[str]) -> list[str]:
     for entry in re.split(r"[;,\s]+", text.strip()):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
         if not match:
-            raise NotBuilt(f"TORCH_CUDA_ARCH_LIST has {entry!r}; write it like '8.0;9.0a;12.0+PTX'")
+            raise SystemExit(
+                f"convnormpool: TORCH_CUDA_ARCH_LIST has {entry!r}; write it like "
+                "'8.0;9.0a;12.0+PTX'"
+            )
         number = f"{match[1]}.{match[2]}"
         if int(match[1]) < 8:
             print(f"convnormpool: {entry} is left out, the kernels need 8.0 or newer", flush=True)

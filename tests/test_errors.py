@@ -96,6 +96,17 @@ def test_bias_under_autocast_is_a_tensor() -> None:
         conv_norm_pool(x, w, [0.0] * 16, num_groups=4)  # type: ignore[arg-type]
 
 
+def test_hints_at_what_was_meant() -> None:
+    with pytest.raises(ValueError, match="taken for one sample without a batch"):
+        conv_norm_pool(torch.ones(2, 4, 8, 8), torch.ones(W), num_groups=4)  # an axis forgotten
+    with pytest.raises(ValueError, match="it is 4 unless given"):
+        ConvNormPool3d(4, 10, 3)
+    with pytest.raises(ValueError, match="a name, not a module"):
+        ConvNormPool3d(4, 16, 3, activation=torch.nn.SiLU())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="input must be a tensor; got ConvNormPool3d"):
+        explain(torch.ones(X), ConvNormPool3d(4, 16, 3))  # type: ignore[arg-type]
+
+
 def test_the_good_call_is_good(device: str, any_path: str) -> None:
     assert call({}, device, any_path).shape == (2, 16)
 

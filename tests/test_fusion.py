@@ -366,6 +366,14 @@ class Draws(Pooled):
         (lambda: Spelled(nn.AdaptiveAvgPool3d(2)), "pools to 2, not to one position"),
         (lambda: Spelled(lambda h: mean(h) + h.amax((2, 3, 4))), "GroupNorm is also used by amax"),
         (lambda: Spelled(lambda h: (mean(h), h)), "GroupNorm is returned"),
+        (lambda: Spelled(nn.AdaptiveMaxPool3d(1)), "takes the maximum"),
+        (lambda: Spelled(lambda h: mean(h + 1)), "add stands in between"),
+        (
+            lambda: nn.Sequential(
+                *chain(nn.ReLU(), None, pool=False), nn.AvgPool3d(4), nn.Flatten()
+            ),
+            "AvgPool3d averages windows",
+        ),
         (lambda: NoGrad(Block()), "has a part with other gradient"),
         (lambda: NoAutocast(Block()), "has a part with other gradient"),
         (lambda: DependsOnGradients(Block()), "depends on whether gradients"),
@@ -388,6 +396,13 @@ def test_refused_with_the_reason(build: Callable[[], nn.Module], reason: str) ->
     assert not report and [reason in place.reason for place in report.refused] == [True], report
     assert reason in str(report)
     assert [(type(m), repr(m.__dict__)) for m in model.modules()] == before
+
+
+def test_windows_between_blocks_are_not_mentioned() -> None:
+    """What goes on is no head, whose author may have taken it for one that is fused."""
+    first = nn.Sequential(*chain(nn.ReLU(), None, pool=False), nn.AvgPool3d(2))
+    report = fuse_(nn.Sequential(*first, nn.Conv3d(8, 3, 1), *chain(nn.ReLU(), None)))
+    assert len(report) == 1 and not report.refused
 
 
 def test_not_mentioned_where_nothing_looks_like_it() -> None:
@@ -626,6 +641,7 @@ def test_twice_and_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [("a.0", model["a"][0]), ("b.0", model["b"][0])]
     again = fuse_(model)
     assert [p.name for p in again.fused] == ["a.0"] and not fuse_(model)
+    assert [p.reason for p in fuse_(model).refused] == ["it is fused already"] * 2
     model["a"].append(nn.Identity())
     assert [p.name for p in fuse_(model).fused] == ["a.0"], "what has changed is looked at anew"
     precisions: list[str] = []

@@ -43,12 +43,20 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_report_and_self_check() -> None:
     done = python("-m", "convnormpool")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("all well\n")
+    assert done.stdout.splitlines()[-1].startswith("all well")
     for word in (torch.__version__, "_C_cpu", "_C_cuda", "_plan", "CUDA devices", "self-check"):
         if word != "CUDA devices" or not torch.cuda.is_available():
             assert word in done.stdout
     for path in ("auto", "fused", "two_stage", "eager"):
         assert f"cpu   {path:<10} relative error" in done.stdout
+
+
+def test_a_path_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the environment: every call would fail, so all is not well."""
+    monkeypatch.setenv("CONVNORMPOOL_PATH", "bogus")
+    lines, good = info.self_check()
+    assert not good and any("FAILED" in line and "'bogus'" in line for line in lines)
+    assert any("CONVNORMPOOL_PATH=bogus" in line for line in info.report())
 
 
 def test_report_names_modules_and_devices() -> None:

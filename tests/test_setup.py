@@ -339,13 +339,18 @@ class TestArches:
     @pytest.mark.parametrize(
         ("text", "sentence"),
         [
-            ("Hopper", "TORCH_CUDA_ARCH_LIST has 'Hopper'; write it like '8.0;9.0a;12.0+PTX'"),
             ("8.0;11.0", "has 11.0, which this nvcc does not know; remove it or use a newer"),
             ("7.0;7.5", "names no architecture from 8.0 on; add one"),
         ],
     )
     def test_refusals(self, text: str, sentence: str) -> None:
         assert sentence in reason(lambda: toolchain.parse_arches(text, SUPPORTED))
+
+    def test_a_word_that_is_no_architecture(self) -> None:
+        """A mistake, not a machine without CUDA: nothing is built."""
+        wanted = "TORCH_CUDA_ARCH_LIST has 'Hopper'; write it like '8.0;9.0a;12.0\\+PTX'"
+        with pytest.raises(SystemExit, match=wanted):
+            toolchain.parse_arches("8.0;Hopper", SUPPORTED)
 
     def test_an_nvcc_that_knows_none(self) -> None:
         assert "this nvcc knows none of 8.0, 9.0a" in reason(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
+from . import _library
 from .info import report, self_check
 
 
@@ -15,7 +18,10 @@ def main() -> int:
     print("self-check")
     for line in lines:
         print("  " + line)
-    print("all well" if good else "something is wrong")
+    if good and torch.version.cuda is not None and not _library.CUDA.loaded:
+        print("all well on CPU; there are no operators for CUDA")
+    else:
+        print("all well" if good else "something is wrong")
     return 0 if good else 1
 
 

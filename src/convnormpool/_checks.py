@@ -88,7 +88,8 @@ def remembered(function: Callable[..., _Result]) -> Callable[..., _Result]:
 def choice(name: str, value: object, allowed: Iterable[str]) -> None:
     """``value`` must be one of ``allowed``."""
     if value not in tuple(allowed):
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+        module = " (a name, not a module)" if isinstance(value, torch.nn.Module) else ""
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}{module}; got {value!r}")
 
 
 def _dtype(name: str, tensor: Described) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from ._steps import Layout, Step, asks_extents, axis_of, is_shape, step_of
+from ._steps import Layout, Step, asks_extents, axis_of, is_shape, step_of, unknown_step
 
 __all__ = ["Chain", "chains"]
 
@@ -53,10 +53,18 @@ def _takes(user: fx.Node, node: fx.Node) -> bool:
 _Found = tuple[list[fx.Node], list[Step], Layout]
 
 
-def _walk(node: fx.Node, layout: Layout, modules: Mapping[str, nn.Module]) -> _Found | None:
-    """The nodes behind ``node`` up to where the mean is complete, or as far as it goes."""
+def _walk(
+    node: fx.Node, layout: Layout, modules: Mapping[str, nn.Module], unknown: int = 0
+) -> _Found | None:
+    """The nodes behind ``node`` up to where the mean is complete, or as far as it goes.
+
+    ``unknown``: how many calls on the way may be none of the steps.
+    """
     for user in node.users:
         step = step_of(user, modules) if _takes(user, node) else None
+        left = unknown
+        if step is None and unknown:
+            step, left = unknown_step(user, modules), unknown - 1
         if step is None or step.kind == "convolution":
             continue
         behind: Layout | None = layout
@@ -69,7 +77,7 @@ def _walk(node: fx.Node, layout: Layout, modules: Mapping[str, nn.Module]) -> _F
             continue
         if not any(axis & {0, 1, 2} for axis in behind):
             return [user], [step], behind
-        rest = _walk(user, behind, modules)
+        rest = _walk(user, behind, modules, left)
         if rest is not None:
             return [user, *rest[0]], [step, *rest[1]], rest[2]
         if reduces:
@@ -118,11 +126,14 @@ def chains(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> Iterator[Chain]
         layout: Layout = (frozenset("n"), frozenset("k"))
         layout += tuple(frozenset([axis]) for axis in range(first.dims))
         found = _walk(node, layout, modules)
+        if found is None:
+            # With something in between it is no place, but its user may have taken it for one.
+            found = _walk(node, layout, modules, unknown=1)
         if found is None or all(step.kind != "normalisation" for step in found[1]):
             continue
         nodes, steps = [node, *found[0]], [first, *found[1]]
         problem = next((step.problem for step in steps if step.problem), "")
-        used = _use_problem(nodes, steps)
+        used = "" if any(step.kind == "unknown" for step in steps) else _use_problem(nodes, steps)
         if used and not any(s.kept or s.parameters for s in steps if s.kind == "normalisation"):
             continue  # nothing but a convolution whose features are pooled, too
         problem = problem or _order_problem(steps) or used

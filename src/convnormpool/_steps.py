@@ -13,8 +13,19 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _AvgPoolNd
 
-__all__ = ["Kept", "Layout", "Step", "asks_extents", "axis_of", "has_hooks", "is_shape", "step_of"]
+__all__ = [
+    "Kept",
+    "Layout",
+    "Step",
+    "asks_extents",
+    "axis_of",
+    "has_hooks",
+    "is_shape",
+    "step_of",
+    "unknown_step",
+]
 
 # What each axis of a tensor still stands for: "n", "k" and the spatial axes 0, 1, 2; an axis that
 # the mean has left at size one stands for nothing, a flattened one for several.
@@ -203,6 +214,8 @@ def _module_step(module: nn.Module) -> Step | None:
                 base, module, "reduction", (("output_size", size),),
                 axes=_adaptive(axes, size), problem=_adaptive_problem(label, size),
             )  # fmt: skip
+    if isinstance(module, _AdaptiveMaxPoolNd) and not _adaptive_problem(label, module.output_size):
+        return Step("reduction", label, f"{label} takes the maximum, not the mean")
     if isinstance(module, nn.Flatten):
         ends = (module.start_dim, module.end_dim)
         return _known(
@@ -364,6 +377,31 @@ def asks_extents(node: fx.Node) -> bool:
         return all(asks_extents(user) for user in node.users)
     axis = axis_of(node)
     return axis in (0, 1) or (isinstance(axis, int) and not node.users)
+
+
+_WINDOWS = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+
+
+def unknown_step(node: fx.Node, modules: Mapping[str, nn.Module]) -> Step | None:
+    """A call that is none of the steps, which may keep what is around it from being fused."""
+    if node.op not in ("call_module", "call_function", "call_method") or is_shape(node):
+        return None
+    module = modules[str(node.target)] if node.op == "call_module" else None
+    target = node.target if module is None else type(module)
+    label = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    windows = isinstance(module, _AvgPoolNd) or target in _WINDOWS
+    if windows and any(_flattens(user, modules) for user in node.users):
+        return Step("reduction", label, f"{label} averages windows, not all positions at once")
+    return Step("unknown", label, f"{label} stands in between and is none of the known steps")
+
+
+def _flattens(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a call might take the axes away that a pool has left at size one."""
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], nn.Flatten)
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name in ("flatten", "view", "reshape", "squeeze")
 
 
 def step_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> Step | None:

@@ -87,9 +87,13 @@ def conv_norm_pool(
     given = (input, weight, bias, norm_weight, norm_bias)
     autocast = autocast_enabled(input.device.type)
     tensors, dtype = _autocast(*given) if autocast else (given, input.dtype)
-    call = _settle(
-        *tensors, num_groups, eps, stride, padding, dilation, groups, activation, fp32_precision
-    )
+    convolution = (stride, padding, dilation, groups, activation, fp32_precision)
+    try:
+        call = _settle(*tensors, num_groups, eps, *convolution)
+    except ValueError as error:
+        if batched:
+            raise
+        raise ValueError(f"{error} (the input was taken for one sample without a batch)") from None
     pooled: Tensor
     if requested == "eager":
         pooled = reference.conv_norm_pool(

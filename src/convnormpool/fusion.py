@@ -111,8 +111,7 @@ def fuse_(
         TypeError: ``model`` is not a module.
         ValueError: an ``fp32_precision`` that there is not.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    _is_module(model)
     _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
     return _Fuser(model, filter, fp32_precision).run()
 
@@ -127,9 +126,11 @@ def unfuse_(model: nn.Module) -> int:
         The number of places taken back.
 
     Raises:
+        TypeError: ``model`` is not a module.
         RuntimeError: a module's class was replaced once more after ``fuse_``, as parametrizations
             and ``fully_shard`` do; that has to be taken back first.
     """
+    _is_module(model)
     fused = [(name, m) for name, m in model.named_modules() if issubclass(type(m), Fused)]
     for name, module in fused:
         kind = type(module)
@@ -139,6 +140,11 @@ def unfuse_(model: nn.Module) -> int:
                 "undo that first, then call unfuse_"
             )
     return sum(set_fusion(module, None) for _, module in fused)
+
+
+def _is_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
 
 
 class _Fuser:
@@ -208,7 +214,9 @@ class _Fuser:
                 self.refused[RefusedPlace(name, problem)] = None
                 continue
             scopes.update(within)
-            if key not in precisions:
+            if key in precisions:
+                self.refused[RefusedPlace(name, "it is fused already")] = None
+            else:
                 precisions[key] = self.fp32_precision
                 fused.append(FusedPlace(name, f"{chain} in the forward of {shown}"))
         if not fused:

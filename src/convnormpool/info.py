@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 
 import torch
 
-from . import __version__, _library, reference
+from . import __version__, _library, planner, reference
 from .functional import conv_norm_pool
 
 __all__ = ["report", "self_check"]
@@ -39,6 +40,9 @@ def report() -> Iterator[str]:
             yield f"cuda:{index}          {properties.name}, compute capability {capability}"
     else:
         yield "CUDA devices    none"
+    forced = os.environ.get(planner.ENVIRONMENT)
+    if forced:
+        yield f"{planner.ENVIRONMENT}={forced} decides what path 'auto' takes"
 
 
 def _check(device: str, path: str) -> str:
@@ -75,8 +79,8 @@ def _check(device: str, path: str) -> str:
 def self_check() -> tuple[list[str], bool]:
     """Runs every path on every kind of device; the lines to show, and whether all is well.
 
-    A path that the planner refuses is no failure; a module of the build that does not load is, and
-    so is a wrong result.
+    A path that the planner refuses is no failure, except for "auto"; a module of the build that
+    does not load is one, and so is a wrong result.
     """
     lines = []
     good = True
@@ -93,7 +97,8 @@ def self_check() -> tuple[list[str], bool]:
             try:
                 outcome = _check(device, path)
             except ValueError as refusal:
-                outcome = str(refusal)
+                outcome = str(refusal) if path != "auto" else f"FAILED: {refusal}"
+                good = good and path != "auto"
             except (RuntimeError, ArithmeticError) as failure:
                 outcome = f"FAILED: {failure}"
                 good = False

@@ -87,7 +87,7 @@ class _ConvNormPool(nn.Module):
         strides = _checks.per_axis("stride", stride, 1, axes)
         dilations = _checks.per_axis("dilation", dilation, 1, axes)
         _checks.module_arguments(in_channels, out_channels, groups)
-        _checks.num_groups(num_groups, out_channels)
+        _checks.num_groups(num_groups, out_channels, "output channels (it is 4 unless given)")
         _checks.epsilon(eps)
         _checks.choice("padding_mode", padding_mode, get_args(PaddingMode))
         _checks.choice("activation", activation, reference.ACTIVATIONS)
@@ -273,6 +273,7 @@ def explain(
         TypeError: a module that is not this package's.
         ValueError: a path that can't run, or arguments that make no sense.
     """
+    _checks.is_tensor("input", input)
     if isinstance(module, _ConvNormPool):
         conv = module.conv
         if module._takes_hooks():

@@ -24,9 +24,9 @@ import torch
 from . import _checks, _library
 from ._checks import Described
 
-__all__ = ["Convolution", "Decision", "decide", "requested_path"]
+__all__ = ["ENVIRONMENT", "Convolution", "Decision", "decide", "requested_path"]
 
-_ENVIRONMENT = "CONVNORMPOOL_PATH"
+ENVIRONMENT = "CONVNORMPOOL_PATH"
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def requested_path(path: str) -> str:
     """The path asked for: the argument, or for "auto" what ``CONVNORMPOOL_PATH`` says."""
     _checks.choice("path", path, _checks.PATHS)
     if path == "auto":
-        path = os.environ.get(_ENVIRONMENT, "") or "auto"
-        _checks.choice(f"the environment variable {_ENVIRONMENT}", path, _checks.PATHS)
+        path = os.environ.get(ENVIRONMENT, "") or "auto"
+        _checks.choice(f"the environment variable {ENVIRONMENT}", path, _checks.PATHS)
     return path
 
 
