@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers import Case
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.compilers import make_boxed_compiler
 
 from convnormpool import ConvNormPool3d, conv_norm_pool
 
@@ -51,6 +53,24 @@ def assert_near(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert len(found) == len(wanted)
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype and torch.allclose(a, b, **NEAR)
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["grad", "no_grad"])
+def test_compiled_code_calls_the_operators(record: bool, device: str, path: str) -> None:
+    """And not the eager path, which would give the same results."""
+    called: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    model = Model(path).to(device)
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(note))
+    x = torch.randn(2, 3, 5, 6, 7, device=device)
+    with torch.set_grad_enabled(record):
+        torch.compile(model, fullgraph=True, backend=backend)(x)
+    assert "convnormpool.conv_act_moments.default" in called
+    assert not any("group_norm.default" in name for name in called)
 
 
 def test_model_in_one_graph(device: str, any_path: str) -> None:

@@ -90,6 +90,15 @@ def test_what_passed_once_excuses_nothing_like_it() -> None:
                     call({name: value}, "cpu", "auto")
 
 
+def test_remembered_checks_look_into_sequences() -> None:
+    x, w = torch.randn(2, 3, 5, 5, 5), torch.randn(8, 3, 3, 3, 3)
+    for name in ("stride", "dilation", "padding"):
+        conv_norm_pool(x, w, num_groups=4, **{name: (1, 1, 1)})
+        for value in (True, 1.0):
+            with pytest.raises(TypeError, match=f"{name} must be an integer"):
+                conv_norm_pool(x, w, num_groups=4, **{name: (1, value, 1)})
+
+
 def test_bias_under_autocast_is_a_tensor() -> None:
     x, w = torch.ones(X), torch.ones(W)
     with torch.autocast("cpu"), pytest.raises(TypeError, match="bias must be a tensor; got"):

@@ -22,7 +22,7 @@ __all__ = ["ConvNormPool", "forward"]
 
 _SECOND_DERIVATIVE = (
     "the gradients of convnormpool can't be differentiated again (create_graph=True, or a gradient "
-    "of a gradient) except with path='eager'"
+    "of a gradient) except with path='eager', or CONVNORMPOOL_PATH=eager in the environment"
 )
 
 

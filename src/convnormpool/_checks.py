@@ -69,14 +69,16 @@ def remembered(function: Callable[..., _Result]) -> Callable[..., _Result]:
     def call(*args: Any) -> _Result:
         if torch.compiler.is_compiling():
             return function(*args)
-        facts = [
-            Facts(a.shape, a.dtype, a.device)
-            if isinstance(a, Tensor)
-            else tuple(a)
-            if isinstance(a, list)
-            else a
-            for a in args
-        ]
+        facts: list[Any] = []
+        for a in args:
+            if isinstance(a, Tensor):
+                facts.append(Facts(a.shape, a.dtype, a.device))
+            elif isinstance(a, tuple | list):
+                if any(type(value) is not int for value in a):
+                    return function(*args)  # equal to an integer, or not, and yet no integer
+                facts.append(tuple(a))
+            else:
+                facts.append(a)
         try:
             return cached(*facts)
         except TypeError:

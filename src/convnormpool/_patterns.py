@@ -6,6 +6,7 @@ which axes are left (a ``Layout``), so that every spelling of the mean is the sa
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -49,6 +50,13 @@ def _takes(user: fx.Node, node: fx.Node) -> bool:
     rest = [*user.args[1:], *(v for k, v in user.kwargs.items() if k != "input" or user.args)]
     return tensor is node and node not in rest
 
+
+# Functions that change their first argument, beside those with an underscore at the end.
+_IN_PLACE = frozenset(f.__name__ for f in (
+    operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul,
+    operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift, operator.isub,
+    operator.itruediv, operator.ixor, operator.setitem,
+))  # fmt: skip
 
 _Found = tuple[list[fx.Node], list[Step], Layout]
 
@@ -117,6 +125,38 @@ def _use_problem(nodes: list[fx.Node], steps: list[Step]) -> str:
     return ""
 
 
+def _changes_tensor(node: fx.Node) -> bool:
+    """Whether a node changes a parameter or a buffer, or what may be a view of one."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op not in ("call_function", "call_method") or not (
+        (name.endswith("_") and not name.endswith("__"))
+        or name in _IN_PLACE
+        or node.kwargs.get("inplace")
+        or node.kwargs.get("out") is not None
+    ):
+        return False
+    behind, seen = list(node.all_input_nodes), set(node.all_input_nodes)
+    while behind:
+        source = behind.pop()
+        if source.op == "get_attr":
+            return True
+        new = set(source.all_input_nodes) - seen
+        behind += new
+        seen |= new
+    return False
+
+
+def _change_problem(nodes: list[fx.Node], steps: list[Step]) -> str:
+    """Why the normalisation's parameters can't be read as early as the convolution's are."""
+    last = next(n for n, step in zip(nodes, steps, strict=True) if step.kind == "normalisation")
+    node = nodes[0]
+    while node is not last:
+        node = node.next
+        if node not in nodes and _changes_tensor(node):
+            return f"{node.target} changes a tensor before the normalisation"
+    return ""
+
+
 def chains(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> Iterator[Chain]:
     """Each convolution of a graph that leads through a normalisation to a mean."""
     for node in graph.nodes:
@@ -136,7 +176,7 @@ def chains(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> Iterator[Chain]
         used = "" if any(step.kind == "unknown" for step in steps) else _use_problem(nodes, steps)
         if used and not any(s.kept or s.parameters for s in steps if s.kind == "normalisation"):
             continue  # nothing but a convolution whose features are pooled, too
-        problem = problem or _order_problem(steps) or used
+        problem = problem or _order_problem(steps) or used or _change_problem(nodes, steps)
         if not problem and any(axis & {0, 1, 2} for axis in found[2]):
             problem = (
                 f"{steps[-1].label} does not run over just the spatial dimensions, all of them"

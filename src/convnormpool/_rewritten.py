@@ -11,6 +11,7 @@ import importlib
 import itertools
 import linecache
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from ._steps import Kept, has_hooks
 from .functional import conv_norm_pool
 
 __all__ = [
+    "Absent",
     "Code",
     "Fused",
     "Fusion",
@@ -31,8 +33,10 @@ __all__ = [
     "Place",
     "Variant",
     "class_of",
+    "member",
     "run_place",
     "set_fusion",
+    "shared_members",
 ]
 
 Path = tuple[str, ...]
@@ -48,6 +52,7 @@ class Code:
         self.names = names
         file = f"<convnormpool.fuse_ {next(self._numbers)}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        weakref.finalize(self, linecache.cache.pop, file, None).atexit = False
         space = dict(names)
         exec(compile(source, file, "exec"), space)
         self.function: Callable[..., Any] = space["forward"]
@@ -94,6 +99,8 @@ class Variant:
     scopes: tuple[tuple[Path, type[nn.Module]], ...]
     kept: tuple[tuple[Path, Kept], ...]
     reads: tuple[tuple[Path, str, Any], ...]
+    members: tuple[tuple[Path, str, type], ...]
+    shared: tuple[tuple[Path, Path], ...]
 
     def holds(self, root: nn.Module) -> bool:
         """Whether everything is as it was when the forward was traced."""
@@ -111,7 +118,11 @@ class Variant:
             module = _at(root, path)
             if module is None or _read(module, name) != value:
                 return False
-        return True
+        for path, name, kind in self.members:
+            module = _at(root, path)
+            if module is None or not issubclass(member(module, name), kind):
+                return False
+        return all(_held(root, one) is _held(root, other) for one, other in self.shared)
 
 
 @dataclass(frozen=True)
@@ -197,8 +208,52 @@ def _at(root: nn.Module, path: Path) -> nn.Module | None:
     return module
 
 
+def _held(root: nn.Module, path: Path) -> nn.Module | Tensor | None:
+    """The submodule, parameter or buffer of that qualified name."""
+    module, name = _at(root, path[:-1]), path[-1]
+    if module is None:
+        return None
+    for registry in (module._parameters, module._buffers, module._modules):
+        if name in registry:
+            return registry[name]
+    return None
+
+
+def shared_members(root: nn.Module) -> Iterator[tuple[Path, Path]]:
+    """The second and later names of what a module has under several, each with the first.
+
+    A traced graph has only the first one.
+    """
+    first: dict[Any, str] = {}
+    own = {name for name, _ in root.named_modules()}
+    for found in (root.named_modules, root.named_parameters, root.named_buffers):
+        for name, value in found(remove_duplicate=False):
+            within = name.rpartition(".")[0]
+            if first.setdefault(value, name) != name and within in own:
+                yield tuple(first[value].split(".")), tuple(name.split("."))
+
+
 def _read(module: nn.Module, name: str) -> Any:
     return tuple(module._modules) if name == "_modules" else getattr(module, name, None)
+
+
+class Absent:
+    """In the place of a class: there is no such member."""
+
+
+def member(module: nn.Module, name: str) -> type:
+    """The class of what a module has under a name, of parameters and buffers just ``Tensor``."""
+    for registry in (module._parameters, module._buffers, module._modules, module.__dict__):
+        if name in registry:
+            value = registry[name]
+            if isinstance(value, nn.Module):
+                return class_of(value)
+            return Tensor if isinstance(value, Tensor) else type(value)
+    # A parametrized tensor is a property, which is not to be computed just for this.
+    if hasattr(type(module), name):
+        return Tensor
+    # Never true, but torch.compile guards this and not that a name is in __dict__.
+    return object if hasattr(module, name) else Absent
 
 
 def run_place(

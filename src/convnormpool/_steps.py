@@ -311,7 +311,7 @@ def _mean(dims: tuple[int, ...] | None, keepdim: bool) -> Callable[[Layout], Lay
         taken = {
             d % len(layout) for d in dims or range(len(layout)) if -len(layout) <= d < len(layout)
         }
-        if any(layout[d] & {"n", "k"} for d in taken):
+        if any(layout[d] & {"n", "k"} for d in taken) or (dims and len(taken) != len(dims)):
             return None
         kept = (frozenset() if d in taken else axis for d, axis in enumerate(layout))
         return tuple(axis for d, axis in enumerate(kept) if keepdim or d not in taken)

@@ -14,8 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._rewritten import Fused, Path, class_of
+from ._rewritten import Fused, Path, class_of, member
 
 __all__ = ["LAYERS", "NotTraceable", "Tracer", "closed", "opaque"]
 
@@ -58,6 +59,8 @@ class Tracer(fx.Tracer):
     """Traces a module's forward, looking into some of its submodules; nothing of it is changed."""
 
     traced_func_name = _ENTRY
+    # Otherwise forward code would compute with a buffer, and change it, while it is traced.
+    proxy_buffer_attributes = True
 
     def __init__(self, leaf: Callable[[nn.Module], bool], *, switched: bool = False) -> None:
         super().__init__()
@@ -66,6 +69,8 @@ class Tracer(fx.Tracer):
         self.switched = switched
         # By module and name: a copy of the value that forward code read, and that itself.
         self.reads: dict[tuple[Path, str], tuple[Any, Any]] = {}
+        # By the same: what else was asked for, parameters and submodules and what is not there.
+        self.members: dict[tuple[Path, str], type] = {}
         self.within: Path = ()
         self.listening = False
 
@@ -74,7 +79,11 @@ class Tracer(fx.Tracer):
         state = torch.get_rng_state(), random.getstate()
         try:
             inputs = _required_inputs(class_of(root))
-            with self._recording(root, inputs), _modes(self.switched):
+            with _NoChanges():  # type: ignore[no-untyped-call]
+                # The first operation under a mode imports dynamo, which must not happen below:
+                # torch.fx has replaced the functions of math there, and dynamo would keep those.
+                torch.empty(0)
+            with self._recording(root, inputs), _modes(self.switched), _NoChanges():  # type: ignore[no-untyped-call]
                 self.ambient = _ambient()
                 graph = self.trace(root)
         except NotTraceable:
@@ -131,7 +140,7 @@ class Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _ambient() != self.ambient:
             raise NotTraceable(
-                "its forward has a part with other gradient, autocast or checkpoint modes"
+                "its forward has a part with other gradient, autocast or checkpoint modes, or seed"
             )
         node = super().create_node(*args, **kwargs)
         node.meta["scopes"] = self.within
@@ -141,7 +150,7 @@ class Tracer(fx.Tracer):
     def _recording(self, root: nn.Module, inputs: tuple[str, ...]) -> Iterator[None]:
         """Meanwhile the modules write down what is read of them and refuse to be changed."""
         paths = {m: tuple(filter(None, name.split("."))) for name, m in root.named_modules()}
-        before = {m: type(m) for m in paths if m is root or not opaque(m)}
+        before = {m: type(m) for m in paths if not isinstance(m, torch.jit.ScriptModule)}
         kinds: dict[type[nn.Module], type[nn.Module]] = {}
 
         def note(module: nn.Module, name: str, value: Any) -> None:
@@ -154,11 +163,17 @@ class Tracer(fx.Tracer):
                 raise NotTraceable(f"its forward reads self.{name}, a {kind}, which may change")
             self.reads.setdefault((paths[module], name), (copy.deepcopy(value), value))
 
+        def missed(module: nn.Module, name: str) -> None:
+            if self.listening:
+                with self._listen(False):
+                    found = _named(member(module, name))
+                self.members.setdefault((paths[module], name), found)
+
         try:
             for module in before:
                 base = class_of(module)
                 if base not in kinds:
-                    kinds[base] = _recording_class(base, note)
+                    kinds[base] = _recording_class(base, note, missed)
                 object.__setattr__(module, "__class__", kinds[base])
             space: dict[str, Any] = {"_convnormpool_listen": self._listen}
             names = ", ".join(inputs)
@@ -174,12 +189,33 @@ class Tracer(fx.Tracer):
                 object.__setattr__(module, "__class__", base)
 
 
+class _NoChanges(TorchDispatchMode):
+    """Refuses what code outside of the graph would change for good, in each tensor there is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            raise NotTraceable("its forward changes tensors in a way that is not traced")
+        return func(*args, **(kwargs or {}))
+
+
+def _named(kind: type) -> type:
+    """A class itself, or of one that parametrizations have made the one that it was made of."""
+    return kind.__bases__[0] if kind.__name__.startswith("Parametrized") else kind
+
+
 def _recording_class(
-    base: type[nn.Module], note: Callable[[nn.Module, str, Any], None]
+    base: type[nn.Module],
+    note: Callable[[nn.Module, str, Any], None],
+    missed: Callable[[nn.Module, str], None],
 ) -> type[nn.Module]:
     def read(self: Any, name: str) -> Any:
-        value = base.__getattribute__(self, name)
-        if name not in _INTERNAL and not name.startswith("__"):
+        try:
+            value = base.__getattribute__(self, name)
+        except AttributeError:
+            # Parameters, buffers and submodules come from __getattr__, or nothing does.
+            missed(self, name)
+            raise
+        if name not in _INTERNAL and name != "forward" and not name.startswith("__"):
             own = name in object.__getattribute__(self, "__dict__")
             if own or (_plain(value) and not callable(value)):
                 note(self, name, value)
@@ -190,7 +226,10 @@ def _recording_class(
             raise NotTraceable("its forward uses a tensor that is no parameter and no buffer")
         raise NotTraceable(f"its forward sets self.{name}")
 
-    space = {"__getattribute__": read, "__setattr__": change, "__delattr__": change}
+    space = {
+        "__getattribute__": read, "__setattr__": change, "__delattr__": change,
+        "_convnormpool_base": base,
+    }  # fmt: skip
     kind = types.new_class(base.__name__, (base,), {}, lambda s: s.update(space))
     return cast("type[nn.Module]", kind)
 
@@ -202,7 +241,8 @@ def _ambient() -> tuple[Any, ...]:
         for device in _AUTOCAST
     ]
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # checkpointing's
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks, *autocast)
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.initial_seed())
+    return (*modes, hooks, *autocast)
 
 
 @contextmanager

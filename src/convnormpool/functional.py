@@ -86,6 +86,11 @@ def conv_norm_pool(
         input = input.unsqueeze(0)
     given = (input, weight, bias, norm_weight, norm_bias)
     autocast = autocast_enabled(input.device.type)
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        # torch.jit.trace keeps the operators' integers, such as a count, as constants.
+        if requested not in ("auto", "eager"):
+            raise ValueError(f"path {path!r} can't run: torch.jit.trace needs the eager path")
+        requested = "eager"
     tensors, dtype = _autocast(*given) if autocast else (given, input.dtype)
     convolution = (stride, padding, dilation, groups, activation, fp32_precision)
     try:

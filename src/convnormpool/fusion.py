@@ -6,9 +6,10 @@ contains the place whole: that module gets a class derived from its own, whose f
 traced code with the place as one call. Submodules, parameters, buffers, hooks and names stay.
 
 Tracing sees one run of Python code, so what decided it is written down: the plain attributes that
-forward code read, the classes of the modules that were looked into, hooks, and whatever the place
-takes for granted of its own modules. All that is compared at each call; where anything has changed
-since, the module's original forward runs. What is not seen is a change of global variables.
+forward code read, which parameters, buffers and submodules it found and which it did not, the
+classes of the modules that were looked into, hooks, and whatever the place takes for granted of its
+own modules. All that is compared at each call; where anything has changed since, the module's
+original forward runs. What is not seen is a change of global variables.
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from . import _checks
 from ._patterns import Chain, chains
-from ._rewritten import Code, Fused, Fusion, Path, Place, Variant, class_of, run_place, set_fusion
+from ._rewritten import (
+    Code,
+    Fused,
+    Fusion,
+    Path,
+    Place,
+    Variant,
+    class_of,
+    run_place,
+    set_fusion,
+    shared_members,
+)
 from ._steps import Kept, has_hooks
 from ._tracing import LAYERS, NotTraceable, Tracer, closed, opaque
 
@@ -281,6 +293,8 @@ class _Fuser:
             tuple((_path(scope), class_of(modules[scope])) for scope in sorted(scopes)),
             tuple((_path(name), value) for name, value in kept.items()),
             tuple((path, name, copied) for (path, name), (copied, _) in tracer.reads.items()),
+            tuple((path, name, kind) for (path, name), kind in tracer.members.items()),
+            tuple(shared_members(root)),
         )
 
 

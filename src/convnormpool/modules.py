@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -14,6 +15,9 @@ from . import _checks, planner, reference
 from ._convolution import autocast_enabled, convolve, pad_behind, three_axes
 from .functional import conv_norm_pool, convolution_call
 from .planner import Convolution, Decision
+
+# To torch.fx a call of the layer is one operation, as that of a convolution is.
+torch.fx.wrap("conv_norm_pool")
 
 __all__ = ["ConvNormPool1d", "ConvNormPool2d", "ConvNormPool3d", "explain"]
 
