@@ -136,6 +136,20 @@ def test_in_one_graph(axes: int, device: str) -> None:
     torch.testing.assert_close(compiled(x), layer(x))
 
 
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_symbolic_extents(axes: int) -> None:
+    """With "same" padding the number of positions of one axis is the input's own symbol."""
+    layer, _ = layer_and_chain(axes, padding="same")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for x in (torch.randn(4, *(9, 8, 7)[:axes]), torch.randn(2, 4, *(6, 5, 9)[:axes])):
+        grads = []
+        for call in (layer, compiled):
+            layer.zero_grad()
+            call(x).square().sum().backward()
+            grads.append([p.grad for p in layer.parameters()])
+        torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_one_number_per_axis() -> None:
     x, w = torch.ones(2, 4, 9, 9), torch.ones(8, 4, 3, 3)
     for name in ("stride", "padding", "dilation"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from ._convolution import output_extents
 from ._schemas import LIBRARY
 
 __all__ = ["ConvNormPool", "forward"]
@@ -233,7 +235,7 @@ class ConvNormPool(torch.autograd.Function):
         ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         x, w, b, norm_weight, norm_bias, *rest = inputs
-        ctx.num_groups, ctx.eps, ctx.count, _, *ctx.convolution = rest
+        ctx.num_groups, ctx.eps, _, _, *ctx.convolution = rest
         _, mean, m2 = output
         ctx.mark_non_differentiable(mean, m2)
         ctx.save_for_backward(x, w, b, norm_weight, norm_bias, mean, m2)
@@ -241,9 +243,12 @@ class ConvNormPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
         wanted = ctx.needs_input_grad[:5]
+        saved = ctx.saved_tensors  # once: checkpointing gives them out no second time
+        x, w = saved[:2]
+        # Not kept by the forward: dynamo loses a symbolic one that equals an extent of x.
+        count = math.prod(output_extents(x.shape[2:], w.shape[2:], *ctx.convolution[:3]))
         arguments = (
-            grad_out, *ctx.saved_tensors, ctx.num_groups, ctx.eps, ctx.count, wanted,
-            ctx.convolution,
+            grad_out, *saved, ctx.num_groups, ctx.eps, count, wanted, ctx.convolution
         )  # fmt: skip
         # Where a derivative of these gradients could be asked for, it must not come out as zero.
         again = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
