@@ -50,6 +50,19 @@ class Model(nn.Module):
         return out
 
 
+def test_package_in_half_precision(device: str, tmp_path: Path) -> None:
+    """Results have the dtype that eager's have."""
+    layer = ConvNormPool3d(3, 16, (2, 3, 3), 4).to(device, torch.bfloat16)
+    x = torch.randn(3, 3, 4, 5, 6, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,))
+        wanted = layer(x)
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "layer.pt2"), inductor_configs=CONFIGS
+    )
+    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), wanted)
+
+
 def test_package_with_a_dynamic_batch(device: str, tmp_path: Path) -> None:
     """Equal to eager at two batch sizes, here and in a fresh process that imports the package."""
     model = Model().to(device).eval()

@@ -11,6 +11,7 @@ from helpers import DTYPES
 from torch import Tensor
 
 from convnormpool import _library, ops
+from convnormpool._checks import DTYPE_NAMES
 
 GROUPINGS = [(48, 16), (12, 4), (7, 1), (30, 6), (257, 1), (16, 4), (8, 8), (1, 1)]
 POSITIONS = 24
@@ -85,8 +86,8 @@ def test_mixed_dtypes(result: torch.dtype, parameter: torch.dtype, device: str) 
     mean, m2 = moments(h, torch.float32)
     weight, bias = weight.to(parameter), bias.to(parameter)
     arguments = (mean, m2, POSITIONS, weight, bias, 4, EPS)
-    out = ops.group_norm_pool(*arguments, result)[0]
-    wide = ops.group_norm_pool(*arguments, torch.float64)[0]
+    out = ops.group_norm_pool(*arguments, DTYPE_NAMES[result])[0]
+    wide = ops.group_norm_pool(*arguments, "float64")[0]
     assert out.dtype == result and torch.equal(out, wide.to(result))
 
     d = torch.randn(3, 12, device=device).to(result)
@@ -142,7 +143,7 @@ def test_tiny_eps_and_constant_group(dtype: torch.dtype, device: str) -> None:
     mean = torch.full((2, 8), 3.0, device=device)
     weight, bias = torch.randn(2, 8).to(device, dtype)
     arguments = (mean, torch.zeros_like(mean), POSITIONS, weight, bias, 2, 1e-12)
-    out = ops.group_norm_pool(*arguments, dtype)[0]
+    out = ops.group_norm_pool(*arguments, DTYPE_NAMES[dtype])[0]
     assert torch.equal(out, bias.expand(2, 8))
     grads = ops.group_norm_pool_backward(out, *arguments, (True, True, True))
     assert all(grad.isfinite().all() for grad in grads)

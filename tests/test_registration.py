@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from convnormpool import ConvNormPool3d, conv_norm_pool, ops
+from convnormpool._checks import DTYPE_NAMES
 
 PLAIN = ((1, 1, 1), (1, 0, 1), (1, 1, 1), 1, "hardswish", "ieee")
 MASK = (True, True, True)
@@ -44,7 +45,7 @@ def arguments(name: str, make: Make, way: str = "auto") -> tuple[Any, ...]:
     if name == "act_moments_backward":
         return (rows(), rows(), make(2, 8, 3, 4, 5), rows(), "hardswish")
     if name == "group_norm_pool":
-        return (rows(), rows().detach().abs(), 60, make(8), make(8), 4, 1e-5, torch.float32)
+        return (rows(), rows().detach().abs(), 60, make(8), make(8), 4, 1e-5, "float32")
     if name == "group_norm_pool_backward":
         return (rows(), rows(), rows().detach().abs(), 60, make(8), make(8), 4, 1e-5, MASK)
     if name == "conv_act_moments":
@@ -147,7 +148,7 @@ def test_opcheck_dtypes(name: str, dtype: torch.dtype, device: str) -> None:
     args = arguments(name, make)
     if name == "group_norm_pool":
         parameters = [t.detach().to(dtype).requires_grad_() for t in args[3:5]]
-        args = (*args[:3], *parameters, *args[5:7], dtype)
+        args = (*args[:3], *parameters, *args[5:7], DTYPE_NAMES[dtype])
     else:
         args = tuple(
             t.detach().to(dtype).requires_grad_() if isinstance(t, Tensor) else t for t in args

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from . import _checks, ops
 from ._convolution import output_extents
 from ._schemas import LIBRARY
 
@@ -197,7 +197,9 @@ def forward(
     """The layer's output (N, K) in ``dtype`` and the moments (N, K) that it comes from."""
     with _below_autograd():
         mean, m2 = ops.conv_act_moments(x, w, b, *convolution)
-        out = ops.group_norm_pool(mean, m2, count, norm_weight, norm_bias, num_groups, eps, dtype)
+        # By name: torch 2.11's AOTInductor reads a dtype's number as that of another one.
+        norm = (norm_weight, norm_bias, num_groups, eps, _checks.DTYPE_NAMES[dtype])
+        out = ops.group_norm_pool(mean, m2, count, *norm)
     return out[0], mean, m2
 
 

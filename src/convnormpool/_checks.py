@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 PRECISIONS = ("ieee", "tf32")
 PATHS = ("auto", "fused", "two_stage", "eager")
 _AXES = ("depth", "height", "width")
@@ -299,7 +300,7 @@ def group_norm_arguments(
     bias: Described | None,
     groups: int,
     eps: float,
-    dtype: torch.dtype | None,
+    dtype: str | None,
 ) -> None:
     """What ``group_norm_pool`` takes."""
     if mean.dim() != 2 or mean.dtype not in (torch.float32, torch.float64):
@@ -314,8 +315,8 @@ def group_norm_arguments(
     num_groups(groups, mean.shape[1], "channels")
     norm_parameters(weight, bias, mean.shape[1], mean)
     epsilon(eps)
-    if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype must be float64, float32, float16 or bfloat16; got {dtype}")
+    if dtype is not None:
+        choice("dtype", dtype, DTYPE_NAMES.values())
 
 
 def epsilon(eps: float) -> None:

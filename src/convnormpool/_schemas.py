@@ -20,7 +20,7 @@ _PUBLIC = (
     "act_moments_backward(Tensor grad_mean, Tensor grad_m2, Tensor y, Tensor mean, "
     "str activation) -> Tensor",
     "group_norm_pool(Tensor mean, Tensor m2, SymInt count, Tensor? weight, Tensor? bias, "
-    "int num_groups, float eps, ScalarType? dtype=None) "
+    "int num_groups, float eps, str? dtype=None) "
     "-> (Tensor out, Tensor group_mean, Tensor group_rstd)",
     "group_norm_pool_backward(Tensor grad_out, Tensor mean, Tensor m2, SymInt count, "
     "Tensor? weight, Tensor? bias, int num_groups, float eps, bool[3] output_mask) "

@@ -9,7 +9,8 @@ nothing else:
 ``conv_act_moments(x, w, b, stride, padding, dilation, groups, activation, precision, path)``
     The same of a convolution's output, which no path but the eager one keeps in memory.
 ``group_norm_pool(mean, m2, count, weight, bias, num_groups, eps, dtype)``
-    The group normalisation's channel means (N, K), group mean and 1/sqrt(var + eps) (N, G).
+    The group normalisation's channel means (N, K) in ``dtype``, a name such as "float16" (that of
+    the moments unless given); group mean and 1/sqrt(var + eps) (N, G).
 
 Statistics are float64 for float64 tensors and float32 otherwise. The operators check what they are
 given, take any strides, and are deterministic.
@@ -130,13 +131,13 @@ def _group_norm_pool(
     bias: Tensor | None,
     num_groups: int,
     eps: float,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _checks.group_norm_arguments(mean, m2, count, weight, bias, num_groups, eps, dtype)
-    dtype = dtype or mean.dtype
+    result = mean.dtype if dtype is None else getattr(torch, dtype)
     if not _library.loaded_for(mean.device.type):
-        return reference.group_norm_pool(mean, m2, count, weight, bias, num_groups, eps, dtype)
-    out = mean.new_empty(mean.shape, dtype=dtype)
+        return reference.group_norm_pool(mean, m2, count, weight, bias, num_groups, eps, result)
+    out = mean.new_empty(mean.shape, dtype=result)
     group_mean = mean.new_empty((mean.shape[0], num_groups))
     group_rstd = torch.empty_like(group_mean)
     _compiled._group_norm_pool_out(
@@ -155,10 +156,11 @@ def _group_norm_pool_fake(
     bias: Tensor | None,
     num_groups: int,
     eps: float,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _checks.group_norm_arguments(mean, m2, count, weight, bias, num_groups, eps, dtype)
-    out = mean.new_empty(mean.shape, dtype=dtype or mean.dtype)
+    result = mean.dtype if dtype is None else getattr(torch, dtype)
+    out = mean.new_empty(mean.shape, dtype=result)
     group_mean = mean.new_empty((mean.shape[0], num_groups))
     return out, group_mean, torch.empty_like(group_mean)
 
