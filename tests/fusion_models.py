@@ -62,7 +62,7 @@ def fused(
 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by the activation's name at each call of the layer in a fused place."""
-    import convnormpool._rewritten as module
+    import convnormpool.modules as module
 
     made: list[str] = []
     real = module.conv_norm_pool

@@ -646,7 +646,7 @@ def test_twice_and_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [p.name for p in fuse_(model).fused] == ["a.0"], "what has changed is looked at anew"
     precisions: list[str] = []
     monkeypatch.setattr(
-        "convnormpool._rewritten.conv_norm_pool",
+        "convnormpool.modules.conv_norm_pool",
         lambda x, *_, **more: precisions.append(more["fp32_precision"]) or x.new_zeros(2, 8),
     )
     for branch in ("a", "b"):

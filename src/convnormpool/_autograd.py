@@ -19,7 +19,7 @@ from . import _checks, ops
 from ._convolution import output_extents
 from ._schemas import LIBRARY
 
-__all__ = ["ConvNormPool", "forward"]
+__all__ = ["ConvNormPool"]
 
 
 _SECOND_DERIVATIVE = (
@@ -182,27 +182,6 @@ def _below_autograd() -> contextlib.AbstractContextManager[Any]:
     return guard
 
 
-def forward(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    num_groups: int,
-    eps: float,
-    count: int,
-    dtype: torch.dtype,
-    *convolution: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer's output (N, K) in ``dtype`` and the moments (N, K) that it comes from."""
-    with _below_autograd():
-        mean, m2 = ops.conv_act_moments(x, w, b, *convolution)
-        # By name: torch 2.11's AOTInductor reads a dtype's number as that of another one.
-        norm = (norm_weight, norm_bias, num_groups, eps, _checks.DTYPE_NAMES[dtype])
-        out = ops.group_norm_pool(mean, m2, count, *norm)
-    return out[0], mean, m2
-
-
 class ConvNormPool(torch.autograd.Function):
     """The whole layer. It keeps its arguments and the moments, never the convolution's output."""
 
@@ -227,10 +206,15 @@ class ConvNormPool(torch.autograd.Function):
         precision: str,
         path: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return forward(
-            x, w, b, norm_weight, norm_bias, num_groups, eps, count, dtype, stride, padding,
-            dilation, groups, activation, precision, path,
-        )  # fmt: skip
+        """The output (N, K) in ``dtype``, and the moments (N, K) that it comes from."""
+        with _below_autograd():
+            mean, m2 = ops.conv_act_moments(
+                x, w, b, stride, padding, dilation, groups, activation, precision, path
+            )
+            # By name: torch 2.11's AOTInductor reads a dtype's number as that of another one.
+            norm = (norm_weight, norm_bias, num_groups, eps, _checks.DTYPE_NAMES[dtype])
+            out = ops.group_norm_pool(mean, m2, count, *norm)
+        return out[0], mean, m2
 
     @staticmethod
     def setup_context(

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import _checks
 from ._schemas import LIBRARY
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "output_extents",
     "pad_behind",
     "padding_per_axis",
-    "per_axis",
     "settings",
     "settings_may_interfere",
     "three_axes",
@@ -66,11 +66,6 @@ def autocast_enabled(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
-    """One value per axis, from one for all or one per axis."""
-    return (value,) * axes if isinstance(value, int) else tuple(value)
-
-
 def padding_per_axis(
     kernel: Sequence[int], padding: int | Sequence[int] | str, dilation: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -84,8 +79,7 @@ def padding_per_axis(
     if padding == "same":
         total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple(t // 2 for t in total), tuple(t % 2 for t in total)
-    assert not isinstance(padding, str)
-    return per_axis(padding, len(kernel)), none
+    return _checks.per_axis("padding", padding, 0, len(kernel)), none
 
 
 def pad_behind(input: Tensor, behind: Sequence[int]) -> Tensor:
@@ -368,7 +362,7 @@ class _WeightGrad(torch.autograd.Function):
         return grad_dy, grad_x, None, None, None, None, None, None
 
 
-_LIBRARY: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_LIBRARY_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 def convolve(
@@ -387,12 +381,13 @@ def convolve(
     """
     axes = w.dim() - 2
     if fp32_precision is None or not settings_may_interfere(x):
-        return _LIBRARY[axes](x, w, b, stride, padding, dilation, groups)
+        return _LIBRARY_CONVOLUTIONS[axes](x, w, b, stride, padding, dilation, groups)
     if x.dim() == axes + 1:
         args = (x.unsqueeze(0), w, b, stride, padding, dilation, groups, fp32_precision)
         return convolve(*args).squeeze(0)
-    dilation = per_axis(dilation, axes)
+    stride = _checks.per_axis("stride", stride, 1, axes)
+    dilation = _checks.per_axis("dilation", dilation, 1, axes)
     padding, behind = padding_per_axis(w.shape[2:], padding, dilation)
-    arguments = (per_axis(stride, axes), padding, dilation, groups, fp32_precision == "tf32")
+    arguments = (stride, padding, dilation, groups, fp32_precision == "tf32")
     y: Tensor = _Convolution.apply(pad_behind(x, behind), w, *arguments, None)
     return y if b is None else y + b.view(-1, *(1,) * axes)

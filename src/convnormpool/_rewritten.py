@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ._convolution import autocast_enabled
 from ._steps import Kept, has_hooks
-from .functional import conv_norm_pool
+from .modules import call
 
 __all__ = [
     "Absent",
@@ -268,28 +268,13 @@ def run_place(
     if input.dim() != place.dims + 2:
         result: Tensor = place.before.function(module, input)
         return result
-    padding: Any = conv.padding
-    if conv.padding_mode != "zeros":
-        sides = conv._reversed_padding_repeated_twice
-        input, padding = F.pad(input, sides, mode=conv.padding_mode), 0
     if not isinstance(norm, tuple):
         norm = (norm.num_groups, norm.weight, norm.bias, norm.eps)
     num_groups, norm_weight, norm_bias, eps = norm
-    pooled = conv_norm_pool(
-        input,
-        conv.weight,
-        conv.bias,
-        num_groups=num_groups,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        eps=eps,
-        stride=conv.stride,
-        padding=padding,
-        dilation=conv.dilation,
-        groups=conv.groups,
-        activation=place.activation,
-        fp32_precision=place.fp32_precision,
-    )
+    pooled = call(
+        input, conv, num_groups=num_groups, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps,
+        activation=place.activation, fp32_precision=place.fp32_precision,
+    )  # fmt: skip
     if place.adaptive and autocast_enabled(input.device.type):
         # Autocast has a dtype for some of these, which the result must have, too.
         pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[place.dims - 1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, planner, reference
-from ._autograd import ConvNormPool, forward
+from ._autograd import ConvNormPool
 from ._checks import Described, Facts
 from ._convolution import (
     autocast_enabled,
@@ -109,7 +109,7 @@ def conv_norm_pool(
         return pooled if batched else pooled.squeeze(0)
     x, w, b, norm_weight, norm_bias = tensors
     x, w = three_axes(pad_behind(x, call.behind)), three_axes(w)
-    run = ConvNormPool.apply if _needs_autograd(tensors) else forward
+    run = ConvNormPool.apply if _needs_autograd(tensors) else ConvNormPool.forward
     pooled = run(
         x, w, b, norm_weight, norm_bias, num_groups, eps, call.positions, dtype, call.stride,
         call.padding, call.dilation, groups, activation, fp32_precision, requested,

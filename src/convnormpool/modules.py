@@ -9,10 +9,12 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import _checks, planner, reference
 from ._convolution import autocast_enabled, convolve, pad_behind, three_axes
+from ._steps import has_hooks
 from .functional import conv_norm_pool, convolution_call
 from .planner import Convolution, Decision
 
@@ -27,15 +29,13 @@ _HOOKS_REASON = (
 )
 
 
-class _Precise(nn.modules.conv._ConvNd):
+class _Precise(_ConvNd):
     """A convolution whose precision PyTorch's global settings don't decide."""
 
     fp32_precision = "ieee"
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding: str | int | Sequence[int] = self.padding
-        if self.padding_mode != "zeros":
-            input, padding = _pad(input, self), 0
+        input, padding = _padded(input, self)
         return convolve(
             input, weight, bias, self.stride, padding, self.dilation, self.groups,
             self.fp32_precision,
@@ -116,25 +116,11 @@ class _ConvNormPool(nn.Module):
             h = reference.ACTIVATIONS[self.activation](conv(input if batched else input[None]))
             pooled: Tensor = norm(h).flatten(2).mean(dim=2)
             return pooled if batched else pooled.squeeze(0)
-        padding: str | Sequence[int] | int = conv.padding
-        if conv.padding_mode != "zeros":
-            input, padding = _pad(input, conv), 0
-        return conv_norm_pool(
-            input,
-            conv.weight,
-            conv.bias,
-            num_groups=norm.num_groups,
-            norm_weight=norm.weight,
-            norm_bias=norm.bias,
-            eps=norm.eps,
-            stride=conv.stride,
-            padding=padding,
-            dilation=conv.dilation,
-            groups=conv.groups,
-            activation=self.activation,
-            fp32_precision=self.fp32_precision,
+        return call(
+            input, conv, num_groups=norm.num_groups, norm_weight=norm.weight, norm_bias=norm.bias,
+            eps=norm.eps, activation=self.activation, fp32_precision=self.fp32_precision,
             path=self.path,
-        )
+        )  # fmt: skip
 
     @property
     def fp32_precision(self) -> str:
@@ -229,19 +215,24 @@ class ConvNormPool1d(_ConvNormPool):
 
 def _is_plain(module: nn.Module, kind: Any) -> bool:
     """Whether a call of the module would do what one of its kind does, and nothing else."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or type(module).forward is not kind.forward
-    )
+    own = "forward" in module.__dict__ or type(module).forward is not kind.forward
+    return not (own or has_hooks(module))
 
 
-def _pad(input: Tensor, conv: nn.modules.conv._ConvNd) -> Tensor:
-    """The input padded as a convolution's padding_mode says."""
-    return F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
+def _padded(input: Tensor, conv: _ConvNd) -> tuple[Tensor, str | int | Sequence[int]]:
+    """The input, padded where padding_mode asks for other values than zeros, and the zeros left."""
+    if conv.padding_mode == "zeros":
+        return input, conv.padding
+    return F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
+
+
+def call(input: Tensor, conv: _ConvNd, **rest: Any) -> Tensor:
+    """``conv_norm_pool`` with a module's convolution, and the rest of its arguments."""
+    input, padding = _padded(input, conv)
+    return conv_norm_pool(
+        input, conv.weight, conv.bias, stride=conv.stride, padding=padding,
+        dilation=conv.dilation, groups=conv.groups, **rest,
+    )  # fmt: skip
 
 
 def explain(
@@ -285,11 +276,9 @@ def explain(
             return Decision(
                 "eager", "PyTorch's operators", "eager", len(input), None, False, 0, 0, reasons
             )
-        if conv.padding_mode != "zeros":
-            input = _pad(input, conv)
+        input, padding = _padded(input, conv)
         weight = conv.weight
         stride, dilation, groups = conv.stride, conv.dilation, conv.groups
-        padding = conv.padding if conv.padding_mode == "zeros" else 0
         activation = module.activation
         fp32_precision, path = module.fp32_precision, module.path
     elif isinstance(module, Tensor):
