@@ -4,6 +4,7 @@
 
 #include "activation.h"
 #include "cuda/activation_moments_partition.h"
+#include "cuda/conv_activation_moments_backward_plan.h"
 #include "cuda/conv_activation_moments_plan.h"
 #include "plan.h"
 
@@ -87,4 +88,11 @@ PYBIND11_MODULE(_plan, m) {
   m.def("activation_names", &activation_names);
   m.def("act_moments_workspace", &act_moments_workspace);
   m.def("conv_act_moments_workspace", &conv_act_moments_workspace, py::arg("problem"));
+  m.def(
+      "conv_act_moments_backward_workspace",
+      [](const Problem& p, const Device& device, bool input_gradient, bool filter_gradient) {
+        return backward_workspace(p, device.sm_count, input_gradient, filter_gradient).total();
+      },
+      py::arg("problem"), py::arg("device"), py::arg("input_gradient"),
+      py::arg("filter_gradient"));
 }

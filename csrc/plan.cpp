@@ -4,6 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "cuda/conv_activation_moments_backward_plan.h"
 #include "cuda/conv_activation_moments_plan.h"
 
 namespace convnormpool {
@@ -101,18 +102,20 @@ Decision plan(const Problem& p, const Device& device, std::optional<Path> reques
   d.backward_path = d.path;
   reason(Path::kFused) = refusal;
   reason(Path::kEager) = "it keeps the convolution's output in memory and is slower";
-  if (requested) {
-    for (std::string& sentence : d.reason) sentence = "another path was asked for";
-    reason(Path::kFused) = refusal.empty() ? "another path was asked for" : refusal;
-  } else if (refusal.empty()) {
+  if (refusal.empty()) {
     reason(Path::kTwoStage) = "the fused kernel takes this problem and is faster";
+  }
+  if (requested) {
+    for (std::string& sentence : d.reason) {
+      if (sentence.empty()) sentence = "another path was asked for";
+    }
   }
   reason(d.path).clear();
 
   plan_two_stage(p, device, d);
   if (device.cuda && d.path == Path::kFused) {
-    d.backward_path = Path::kTwoStage;
-    d.backward_reason = "this version has no fused kernel for the gradients on CUDA";
+    d.backward_reason = backward_refusal(p, device.major, device.minor);
+    if (!d.backward_reason.empty()) d.backward_path = Path::kTwoStage;
   }
   switch (d.path) {
     case Path::kFused:

@@ -87,12 +87,14 @@ def conv_act_moments_backward(
     conv: Convolution,
     moments: tuple[Tensor, Tensor, Tensor],
     wanted: tuple[Tensor | None, Tensor | None, Tensor | None],
+    workspace: int,
 ) -> None:
     """The fused gradients of (x, w, b), given (mean, grad_mean, grad_m2)."""
     _compiled._conv_act_moments_backward_out(
         x.contiguous(), w.contiguous(), _contiguous(b), *moments, conv.stride,
         conv.padding, conv.dilation, conv.groups, _ACTIVATION_CODE[conv.activation],
-        _PRECISION_CODE[conv.precision], *wanted, None,
+        _PRECISION_CODE[conv.precision], *wanted,
+        moments[0].new_empty(workspace) if workspace else None,
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class Decision:
         unfolded_channels: the channels of a two-dimensional convolution that takes the place of
             the three-dimensional one (two_stage on CUDA), 0 where none does.
         workspace: elements of the statistics dtype that the kernel needs beside its results.
+        gradient_workspaces: the same for the gradients: of none, x, (w, b), all.
         reasons: for each path not taken, one sentence why; under "gradients" the same where their
             path differs from the forward's.
     """
@@ -68,6 +69,11 @@ class Decision:
     unfolded_channels: int
     workspace: int
     reasons: Mapping[str, str] = field(default_factory=dict)
+    gradient_workspaces: tuple[int, ...] = (0, 0, 0, 0)
+
+    def gradient_workspace(self, input: bool, parameters: bool) -> int:
+        """Elements that the fused gradients need of x, of w or b, or of both."""
+        return self.gradient_workspaces[input + 2 * parameters]
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.kernel}"]
@@ -164,9 +170,15 @@ def _plan(
     workspace = 0
     if found.path.name == "fused" and device_type == "cuda":
         workspace = planner.conv_act_moments_workspace(problem)
+    gradient_workspaces: tuple[int, ...] = (0, 0, 0, 0)
+    if found.backward_path.name == "fused" and device_type == "cuda":
+        gradient_workspaces = tuple(
+            planner.conv_act_moments_backward_workspace(problem, device, bool(i & 1), bool(i & 2))
+            for i in range(4)
+        )
     return Decision(
         found.path.name, found.kernel, found.backward_path.name, found.chunk_samples, planes,
-        found.channels_last, found.unfolded_channels, workspace, reasons,
+        found.channels_last, found.unfolded_channels, workspace, reasons, gradient_workspaces,
     )  # fmt: skip
 
 

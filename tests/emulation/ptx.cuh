@@ -166,6 +166,15 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row_address) {
   emulation::ldmatrix("ldmatrix.trans", r, row_address, true);
 }
 
+inline uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
+  uint32_t d = 0;
+  for (int i = 0; i < 32; i += 16) {
+    const float product = emu::from_f16(a >> i & 0xFFFF) * emu::from_f16(b >> i & 0xFFFF);
+    d |= uint32_t(__half_as_ushort(__half(product))) << i;
+  }
+  return d;
+}
+
 // The source is read at once, the destination is NaN until the group is waited for.
 template <int Bytes>
 void cp_async(void* shared, const void* global, uint32_t source_bytes = Bytes) {
@@ -196,6 +205,8 @@ inline int32_t uniform_value(int32_t x) {
   if (all != x) emu::fail("uniform_value: lanes hold %d and others", x);
   return x;
 }
+
+inline int32_t opaque_value(int32_t x) { return x; }
 
 inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}

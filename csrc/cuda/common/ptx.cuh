@@ -88,6 +88,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row
                : "memory");
 }
 
+// Both halves of a times those of b, rounded once.
+__device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 // Copies Bytes (4, 8 or 16) from global to shared memory asynchronously; of these the first
 // source_bytes are read and the others written as zeros. Both addresses aligned to Bytes.
 template <int Bytes>
@@ -120,6 +127,13 @@ __device__ __forceinline__ void cp_async_wait() {
 // then live in a uniform register and decide a branch for the warp.
 __device__ __forceinline__ int32_t uniform_value(int32_t x) {
   return static_cast<int32_t>(__reduce_or_sync(0xFFFFFFFFu, static_cast<uint32_t>(x)));
+}
+
+// x, as a value of which the compiler knows nothing: what is made from it in a loop is made there,
+// where before the loop it would have to be kept in registers.
+__device__ __forceinline__ int32_t opaque_value(int32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // Asks for the cache line of a global address; never faults.

@@ -31,6 +31,12 @@ __device__ __forceinline__ S strided_lanes_sum(S x, int stride) {
   return x;
 }
 
+// x of the lane before in the group, zero in its first lane.
+__device__ __forceinline__ float previous_lane(float x, int lanes) {
+  const float before = __shfl_up_sync(kFullWarp, x, 1, lanes);
+  return threadIdx.x % static_cast<unsigned>(lanes) == 0 ? 0.0f : before;
+}
+
 // The group's joint moments in its first lane, about that lane's pivot.
 template <typename S>
 __device__ __forceinline__ void lanes_join(Moments<S>& moments, int lanes) {

@@ -1,0 +1,155 @@
+// Host side of _conv_act_moments_backward_out: the fused gradients of the direct convolution with
+// statistics.
+#include <vector>
+
+#include "cuda/conv_activation_moments_backward_launch.cuh"
+
+namespace convnormpool {
+namespace {
+
+Problem problem_of(const Tensor& x, const Tensor& w, const std::vector<int64_t>& stride,
+                   const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
+                   int64_t groups, int64_t precision) {
+  STD_TORCH_CHECK(x.dim() == 5 && w.dim() == 5, "x and w must be 5-D");
+  STD_TORCH_CHECK(stride.size() == 3 && padding.size() == 3 && dilation.size() == 3,
+                  "stride, padding and dilation must have three elements");
+  Problem p{};
+  p.N = x.size(0), p.C = x.size(1), p.D = x.size(2), p.H = x.size(3), p.W = x.size(4);
+  p.K = w.size(0), p.T = w.size(2), p.R = w.size(3), p.S = w.size(4);
+  std::copy(stride.begin(), stride.end(), p.stride);
+  std::copy(padding.begin(), padding.end(), p.padding);
+  std::copy(dilation.begin(), dilation.end(), p.dilation);
+  p.groups = groups;
+  p.dtype = dtype_of(x, "x");
+  p.precision = static_cast<Precision>(precision);
+  return p;
+}
+
+void launch_backward_of(const Problem& p, const BackwardLaunch& launch) {
+  switch (p.dtype) {
+    case DType::kFloat16:
+      return launch_backward<WindowOperand::kFloat16>(launch);
+    case DType::kBFloat16:
+      return launch_backward<WindowOperand::kBFloat16>(launch);
+    default:
+      return p.precision == Precision::kTf32 ? launch_backward<WindowOperand::kTf32>(launch)
+                                             : launch_backward<WindowOperand::kSplit>(launch);
+  }
+}
+
+// out[k, i], of `length` elements a channel, from `count` partial sums of each tile.
+void sum_partials(const float* partial, int64_t count, int64_t K, int64_t length,
+                  const TypedPointer& out, cudaStream_t stream) {
+  const dim3 threads(kBackwardSumElements, kBackwardSumSlices);
+  const unsigned blocks =
+      linear_grid((K * length + kBackwardSumElements - 1) / kBackwardSumElements);
+  dispatch_storage(out.dtype, [&](auto element) {
+    using Element = decltype(element);
+    sum_backward_kernel<Element><<<blocks, threads, 0, stream>>>(
+        partial, static_cast<int32_t>(count), static_cast<int32_t>(K), static_cast<int32_t>(length),
+        static_cast<Element*>(out.data));
+  });
+  check_launch("sum_backward_kernel", {K, length, count});
+}
+
+void zero(const std::optional<Tensor>& tensor, cudaStream_t stream) {
+  if (!tensor || tensor->numel() == 0) return;
+  const cudaError_t error = cudaMemsetAsync(
+      tensor->data_ptr(), 0, static_cast<size_t>(tensor->numel() * tensor->element_size()), stream);
+  STD_TORCH_CHECK(error == cudaSuccess, cudaGetErrorString(error));
+}
+
+void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, Tensor mean,
+                                   Tensor grad_mean, Tensor grad_m2, std::vector<int64_t> stride,
+                                   std::vector<int64_t> padding, std::vector<int64_t> dilation,
+                                   int64_t groups, int64_t activation, int64_t precision,
+                                   std::optional<Tensor> dx, std::optional<Tensor> dw,
+                                   std::optional<Tensor> db, std::optional<Tensor> workspace) {
+  const Problem p = problem_of(x, w, stride, padding, dilation, groups, precision);
+  check_activation(activation);
+  const DeviceScope scope(x);
+  int device = 0, major = 0, minor = 0, sm_count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
+  const std::string refusal = backward_refusal(p, major, minor);
+  STD_TORCH_CHECK(refusal.empty(), refusal);
+  const int64_t taps = p.C * p.T * p.R * p.S;
+  check_dense(x, "x", p.N * p.C * p.D * p.H * p.W, x);
+  check_dense(w, "w", p.K * taps, x);
+  STD_TORCH_CHECK(dtype_of(w, "w") == p.dtype, "w must have the dtype of x");
+  if (b) {
+    check_dense(*b, "b", p.K, x);
+    STD_TORCH_CHECK(dtype_of(*b, "b") == p.dtype, "b must have the dtype of x");
+  }
+  check_statistics(mean, "mean", p.N * p.K, DType::kFloat32, x);
+  check_statistics(grad_mean, "grad_mean", p.N * p.K, DType::kFloat32, x);
+  check_statistics(grad_m2, "grad_m2", p.N * p.K, DType::kFloat32, x);
+  const TypedPointer dx_out = typed(dx, "dx", x.numel(), x);
+  const TypedPointer dw_out = typed(dw, "dw", w.numel(), x);
+  const TypedPointer db_out = typed(db, "db", p.K, x);
+  STD_TORCH_CHECK(!dx || dx_out.dtype == p.dtype, "dx must have the dtype of x");
+  const bool input_gradient = dx.has_value(), filter_gradient = dw.has_value() || db.has_value();
+  if (p.N == 0 || p.K == 0) {
+    zero(dx, scope.stream());
+    zero(dw, scope.stream());
+    zero(db, scope.stream());
+    return;
+  }
+  const BackwardWorkspace floats = backward_workspace(p, sm_count, input_gradient, filter_gradient);
+  float* space = nullptr;
+  if (floats.total() > 0) {
+    STD_TORCH_CHECK(workspace.has_value(), "workspace is missing");
+    STD_TORCH_CHECK(workspace->numel() >= floats.total(), "workspace must have ", floats.total(),
+                    " elements, not ", workspace->numel());
+    check_statistics(*workspace, "workspace", workspace->numel(), DType::kFloat32, x);
+    space = static_cast<float*>(workspace->data_ptr());
+  }
+
+  BackwardLaunch launch{window_kernel(p), {}, false, false, 0, activation, scope.stream()};
+  BackwardParameters& parameters = launch.parameters;
+  parameters.x = x.data_ptr();
+  parameters.w = w.data_ptr();
+  parameters.bias = b ? b->data_ptr() : nullptr;
+  parameters.mean = static_cast<const float*>(mean.data_ptr());
+  parameters.grad_mean = static_cast<const float*>(grad_mean.data_ptr());
+  parameters.grad_m2 = static_cast<const float*>(grad_m2.data_ptr());
+  parameters.dx = dx_out.data;
+  parameters.filter_partial = space;
+  parameters.bias_partial = space + floats.filter;
+  parameters.dx_sum = p.dtype == DType::kFloat32 ? static_cast<float*>(dx_out.data)
+                                                 : space + floats.filter + floats.bias;
+  parameters.N = static_cast<int32_t>(p.N);
+  const auto run = [&](bool input, bool filter) {
+    launch.input_gradient = input;
+    launch.filter_gradient = filter;
+    launch.blocks = backward_blocks(p, sm_count, input, filter);
+    parameters.geometry = backward_geometry_of(p, input, filter);
+    launch_backward_of(p, launch);
+  };
+  const bool in_one = backward_in_one(p, input_gradient, filter_gradient);
+  if (in_one) {
+    run(true, true);
+  } else {
+    if (filter_gradient) run(false, true);
+    if (input_gradient) run(true, false);
+  }
+  if (!filter_gradient) return;
+  const BackwardWarps warps = backward_warps(backward_is_split(p), in_one, true);
+  const int64_t blocks = backward_blocks(p, sm_count, in_one, true);
+  if (dw) {
+    sum_partials(parameters.filter_partial, blocks * warps.filter, p.K, taps, dw_out,
+                 scope.stream());
+  }
+  if (db) {
+    sum_partials(parameters.bias_partial, blocks * warps.rows, p.K, 1, db_out, scope.stream());
+  }
+}
+
+}  // namespace
+}  // namespace convnormpool
+
+STABLE_TORCH_LIBRARY_IMPL(convnormpool, CUDA, m) {
+  m.impl("_conv_act_moments_backward_out", TORCH_BOX(&convnormpool::conv_act_moments_backward_out));
+}

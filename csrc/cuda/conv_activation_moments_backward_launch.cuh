@@ -1,0 +1,89 @@
+// The launch of the backward window kernels for one kind of operand. Each kind has a file of its
+// own, so that they compile side by side.
+#pragma once
+
+#include "cuda/common/launch.cuh"
+#include "cuda/conv_activation_moments_backward_plan.h"
+#include "cuda/conv_activation_moments_backward_window.cuh"
+
+namespace convnormpool {
+
+// Everything that crosses to a launch. The geometry is that of the wanted gradients.
+struct BackwardLaunch {
+  WindowKernel kernel;  // the filter's form; with short rows or without is decided here
+  BackwardParameters parameters;
+  bool input_gradient, filter_gradient;
+  int64_t blocks;
+  int64_t activation;
+  cudaStream_t stream;
+};
+
+template <class Config>
+void launch_backward_kernel(const BackwardLaunch& launch,
+                            const typename Config::ActivationType& activation) {
+  BackwardParameters p = launch.parameters;
+  const BackwardGeometry& g = p.geometry;
+  const int shared = Config::shared_bytes(g.slab_planes);
+  const cudaError_t error = cudaFuncSetAttribute(
+      backward_window_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  STD_TORCH_CHECK(error == cudaSuccess, "backward_window_kernel needs ", shared,
+                  " bytes of shared memory: ", cudaGetErrorString(error));
+  const int32_t tiles = (g.K + 15) / 16;
+  const unsigned blocks = static_cast<unsigned>(launch.blocks);
+  for (int32_t tile = 0; tile < (Config::kInputGradient ? tiles : 1); ++tile) {
+    const dim3 grid(blocks, static_cast<unsigned>(Config::kInputGradient ? 1 : tiles));
+    p.first_tile = tile;
+    p.add_to_sum = tile > 0;
+    p.write_dx = tile + 1 == tiles;
+    backward_window_kernel<Config>
+        <<<grid, Config::kThreads, shared, launch.stream>>>(p, activation);
+    check_launch("backward_window_kernel", {p.N, Config::C, g.D, g.H, g.W, g.K});
+  }
+}
+
+template <WindowOperand kOperand, int T, int R, int S, int C, bool General, class Fn>
+void launch_backward_wanted(const BackwardLaunch& launch, const Fn& fn) {
+  constexpr bool kSplit = kOperand == WindowOperand::kSplit;
+  constexpr BackwardWarps kInput = backward_warps(kSplit, true, false);
+  constexpr BackwardWarps kFilter = backward_warps(kSplit, false, true);
+  constexpr BackwardWarps kBoth = backward_warps(kSplit, true, true);
+  if (launch.input_gradient && launch.filter_gradient) {
+    launch_backward_kernel<BackwardConfig<T, R, S, C, kOperand, Fn, General, true, true, kBoth.rows,
+                                          kBoth.filter, kBoth.blocks_per_sm>>(launch, fn);
+  } else if (launch.input_gradient) {
+    launch_backward_kernel<BackwardConfig<T, R, S, C, kOperand, Fn, General, true, false,
+                                          kInput.rows, 0, kInput.blocks_per_sm>>(launch, fn);
+  } else {
+    launch_backward_kernel<BackwardConfig<T, R, S, C, kOperand, Fn, General, false, true,
+                                          kFilter.rows, kFilter.filter, kFilter.blocks_per_sm>>(
+        launch, fn);
+  }
+}
+
+template <WindowOperand kOperand>
+void launch_backward(const BackwardLaunch& launch) {
+  dispatch_activation(launch.activation, [&](const auto& fn) {
+    switch (launch.kernel) {
+      case WindowKernel::k4x4x4Channels3ShortRows:
+      case WindowKernel::k4x4x4Channels3:
+        if (backward_is_simple(launch.parameters.geometry)) {
+          return launch_backward_wanted<kOperand, 4, 4, 4, 3, false>(launch, fn);
+        }
+        return launch_backward_wanted<kOperand, 4, 4, 4, 3, true>(launch, fn);
+      case WindowKernel::k3x3x3Channels1:
+        return launch_backward_wanted<kOperand, 3, 3, 3, 1, true>(launch, fn);
+      case WindowKernel::k3x3x3Channels3:
+        return launch_backward_wanted<kOperand, 3, 3, 3, 3, true>(launch, fn);
+      case WindowKernel::kNone:
+        break;
+    }
+    STD_TORCH_CHECK(false, "no backward window kernel takes this problem");
+  });
+}
+
+extern template void launch_backward<WindowOperand::kTf32>(const BackwardLaunch&);
+extern template void launch_backward<WindowOperand::kSplit>(const BackwardLaunch&);
+extern template void launch_backward<WindowOperand::kFloat16>(const BackwardLaunch&);
+extern template void launch_backward<WindowOperand::kBFloat16>(const BackwardLaunch&);
+
+}  // namespace convnormpool
