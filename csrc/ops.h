@@ -71,11 +71,12 @@
 //   precision is the code of csrc/problem.h and matters for float32 only. Only called with problems
 //   that the planner's fused path accepts on that device.
 //
-// _conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, Tensor grad_mean,
-//                                Tensor grad_m2, int[] stride, int[] padding, int[] dilation,
-//                                int groups, int activation, int precision, Tensor(a!)? dx,
-//                                Tensor(b!)? dw, Tensor(c!)? db, Tensor(d!)? workspace)
-//   Recomputes y, forms dy as above, and writes the wanted ones of dx (x's sizes and dtype), dw
+// _conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, Tensor m2,
+//                                Tensor grad_mean, Tensor grad_m2, int[] stride, int[] padding,
+//                                int[] dilation, int groups, int activation, int precision,
+//                                Tensor(a!)? dx, Tensor(b!)? dw, Tensor(c!)? db,
+//                                Tensor(d!)? workspace)
+//   Recomputes y, forms dy as above (m2 bounds it where it is scaled), and writes the wanted ones of dx (x's sizes and dtype), dw
 //   (w's) and db (K,), each rounded once. dx is batch-invariant; dw and db are summed in a fixed
 //   order that does not depend on the number of threads.
 //

@@ -187,9 +187,9 @@ def test_operators_check_their_arguments(device: str) -> None:
     with pytest.raises(ValueError, match="weight"):
         ops.conv_act_moments(x, w[0], None, *plain)
     with pytest.raises(ValueError, match="mean"):
-        ops.conv_act_moments_backward(rows, rows, x, w, None, rows[:1], *plain, mask)
+        ops.conv_act_moments_backward(rows, rows, x, w, None, rows[:1], rows, *plain, mask)
     with pytest.raises(TypeError, match="grad_m2"):
-        ops.conv_act_moments_backward(rows, rows.double(), x, w, None, rows, *plain, mask)
+        ops.conv_act_moments_backward(rows, rows.double(), x, w, None, rows, rows, *plain, mask)
     with pytest.raises(ValueError, match="y must be"):
         ops.act_moments(torch.ones(3, device=device), "hardswish")
     with pytest.raises(ValueError, match="position"):

@@ -50,7 +50,8 @@ def arguments(name: str, make: Make, way: str = "auto") -> tuple[Any, ...]:
         return (rows(), rows(), rows().detach().abs(), 60, make(8), make(8), 4, 1e-5, MASK)
     if name == "conv_act_moments":
         return (*convolution(make), *PLAIN, way)
-    return (rows(), rows(), *convolution(make), rows(), *PLAIN, way, MASK)
+    m2 = rows().detach().abs()
+    return (rows(), rows(), *convolution(make), rows(), m2, *PLAIN, way, MASK)
 
 
 DIFFERENTIABLE = ("act_moments", "group_norm_pool", "conv_act_moments")
@@ -97,7 +98,7 @@ def compiled_arguments(name: str, make: Make) -> tuple[Any, ...]:
         return (*convolution(make), *plain, rows(), rows(), None)
     if name == "_conv_act_moments_backward_out":
         grads = convolution(make)
-        return (*convolution(make), rows(), rows(), rows(), *plain, *grads, None)
+        return (*convolution(make), rows(), rows().abs(), rows(), rows(), *plain, *grads, None)
     # x or its gradient (N, C, D, H, W) and its planes, for a filter of 3 along the depth.
     x, planes = make(2, 3, 6, 4, 5), make(2, 6, 4, 5, 12).contiguous()
     if name == "_to_channels_last_out":

@@ -304,9 +304,10 @@ class Backward {
 };
 
 void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, Tensor mean,
-                                   Tensor grad_mean, Tensor grad_m2, std::vector<int64_t> stride,
-                                   std::vector<int64_t> padding, std::vector<int64_t> dilation,
-                                   int64_t groups, int64_t activation, int64_t /*precision*/,
+                                   Tensor m2, Tensor grad_mean, Tensor grad_m2,
+                                   std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                   std::vector<int64_t> dilation, int64_t groups,
+                                   int64_t activation, int64_t /*precision*/,
                                    std::optional<Tensor> dx, std::optional<Tensor> dw,
                                    std::optional<Tensor> db, std::optional<Tensor> /*workspace*/) {
   check_activation(activation);
@@ -315,6 +316,7 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
   const ScalarType dtype = x.scalar_type();
   const ScalarType statistics = statistics_dtype(dtype);
   check_dense(mean, "mean", statistics, rows);
+  check_dense(m2, "m2", statistics, rows);
   check_dense(grad_mean, "grad_mean", statistics, rows);
   check_dense(grad_m2, "grad_m2", statistics, rows);
   if (dx.has_value()) check_dense(*dx, "dx", dtype, x.numel());

@@ -60,11 +60,12 @@ void zero(const std::optional<Tensor>& tensor, cudaStream_t stream) {
 }
 
 void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, Tensor mean,
-                                   Tensor grad_mean, Tensor grad_m2, std::vector<int64_t> stride,
-                                   std::vector<int64_t> padding, std::vector<int64_t> dilation,
-                                   int64_t groups, int64_t activation, int64_t precision,
-                                   std::optional<Tensor> dx, std::optional<Tensor> dw,
-                                   std::optional<Tensor> db, std::optional<Tensor> workspace) {
+                                   Tensor m2, Tensor grad_mean, Tensor grad_m2,
+                                   std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                   std::vector<int64_t> dilation, int64_t groups,
+                                   int64_t activation, int64_t precision, std::optional<Tensor> dx,
+                                   std::optional<Tensor> dw, std::optional<Tensor> db,
+                                   std::optional<Tensor> workspace) {
   const Problem p = problem_of(x, w, stride, padding, dilation, groups, precision);
   check_activation(activation);
   const DeviceScope scope(x);
@@ -84,6 +85,7 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
     STD_TORCH_CHECK(dtype_of(*b, "b") == p.dtype, "b must have the dtype of x");
   }
   check_statistics(mean, "mean", p.N * p.K, DType::kFloat32, x);
+  check_statistics(m2, "m2", p.N * p.K, DType::kFloat32, x);
   check_statistics(grad_mean, "grad_mean", p.N * p.K, DType::kFloat32, x);
   check_statistics(grad_m2, "grad_m2", p.N * p.K, DType::kFloat32, x);
   const TypedPointer dx_out = typed(dx, "dx", x.numel(), x);

@@ -95,14 +95,16 @@ def _group_norm_pool_backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any,
 
 def _conv_act_moments_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, b, *ctx.arguments = inputs
-    ctx.save_for_backward(x, w, b, output[0])
+    ctx.save_for_backward(x, w, b, *output)
 
 
 @_once_differentiable
 def _conv_act_moments_backward(ctx: Any, grad_mean: Tensor, grad_m2: Tensor) -> tuple[Any, ...]:
-    x, w, b, mean = ctx.saved_tensors
+    x, w, b, mean, m2 = ctx.saved_tensors
     mask = tuple(ctx.needs_input_grad[:3])
-    grads = ops.conv_act_moments_backward(grad_mean, grad_m2, x, w, b, mean, *ctx.arguments, mask)
+    grads = ops.conv_act_moments_backward(
+        grad_mean, grad_m2, x, w, b, mean, m2, *ctx.arguments, mask
+    )
     wanted = (grad if take else None for grad, take in zip(grads, mask, strict=True))
     return (*wanted, *(None for _ in ctx.arguments))
 
@@ -269,7 +271,7 @@ def _gradients(
     )
     if norm_mask[0]:
         grad_x, grad_w, grad_b = ops.conv_act_moments_backward(
-            grad_mean, grad_m2, x, w, b, mean, *convolution, wanted[:3]
+            grad_mean, grad_m2, x, w, b, mean, m2, *convolution, wanted[:3]
         )
     else:
         grad_x, grad_w, grad_b = (mean.new_empty(0) for _ in range(3))

@@ -86,15 +86,17 @@ def conv_act_moments_backward(
     b: Tensor | None,
     conv: Convolution,
     moments: tuple[Tensor, Tensor, Tensor],
+    m2: Tensor,
     wanted: tuple[Tensor | None, Tensor | None, Tensor | None],
     workspace: int,
 ) -> None:
     """The fused gradients of (x, w, b), given (mean, grad_mean, grad_m2)."""
+    mean, grad_mean, grad_m2 = moments
     _compiled._conv_act_moments_backward_out(
-        x.contiguous(), w.contiguous(), _contiguous(b), *moments, conv.stride,
-        conv.padding, conv.dilation, conv.groups, _ACTIVATION_CODE[conv.activation],
+        x.contiguous(), w.contiguous(), _contiguous(b), mean, m2, grad_mean, grad_m2,
+        conv.stride, conv.padding, conv.dilation, conv.groups, _ACTIVATION_CODE[conv.activation],
         _PRECISION_CODE[conv.precision], *wanted,
-        moments[0].new_empty(workspace) if workspace else None,
+        mean.new_empty(workspace) if workspace else None,
     )  # fmt: skip
 
 

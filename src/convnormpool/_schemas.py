@@ -28,7 +28,8 @@ _PUBLIC = (
     f"conv_act_moments(Tensor x, Tensor w, Tensor? b, {_CONV}, str activation, str precision, "
     "str path) -> (Tensor mean, Tensor m2)",
     "conv_act_moments_backward(Tensor grad_mean, Tensor grad_m2, Tensor x, Tensor w, Tensor? b, "
-    f"Tensor mean, {_CONV}, str activation, str precision, str path, bool[3] output_mask) "
+    f"Tensor mean, Tensor m2, {_CONV}, str activation, str precision, str path, "
+    "bool[3] output_mask) "
     "-> (Tensor grad_x, Tensor grad_w, Tensor grad_b)",
     f"conv_weight_grad(Tensor dy, Tensor x, int[] size, {_CONV}, bool allow_tf32) -> Tensor",
 )
@@ -46,7 +47,7 @@ _COMPILED = (
     "Tensor(c!)? grad_weight, Tensor(d!)? grad_bias) -> ()",
     f"_conv_act_moments_out(Tensor x, Tensor w, Tensor? b, {_CONV}, int activation, "
     "int precision, Tensor(a!) mean, Tensor(b!) m2, Tensor(c!)? workspace) -> ()",
-    f"_conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, "
+    "_conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, Tensor m2, "
     f"Tensor grad_mean, Tensor grad_m2, {_CONV}, int activation, int precision, "
     "Tensor(a!)? dx, Tensor(b!)? dw, Tensor(c!)? db, Tensor(d!)? workspace) -> ()",
     "_to_channels_last_out(Tensor x, Tensor(a!) out) -> ()",

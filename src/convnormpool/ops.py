@@ -327,6 +327,7 @@ def _conv_act_moments_backward(
     w: Tensor,
     b: Tensor | None,
     mean: Tensor,
+    m2: Tensor,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -340,7 +341,7 @@ def _conv_act_moments_backward(
         x, w, b, stride, padding, dilation, groups, activation, precision,
         planner.requested_path(path),
     )  # fmt: skip
-    statistics = {"grad_mean": grad_mean, "grad_m2": grad_m2, "mean": mean}
+    statistics = {"grad_mean": grad_mean, "grad_m2": grad_m2, "mean": mean, "m2": m2}
     _checks.statistics(statistics, (x.shape[0], w.shape[0]), x)
     grads = _conv_grads(x, w, b, output_mask)
     if x.shape[0] == 0:
@@ -353,7 +354,9 @@ def _conv_act_moments_backward(
     dx, dw, db = (g if mask else None for g, mask in zip(grads, output_mask, strict=True))
     if decision.backward == "fused":
         workspace = decision.gradient_workspace(dx is not None, dw is not None or db is not None)
-        _kernels.conv_act_moments_backward(x, w, b, conv, moments, (dx, dw, db), workspace)
+        _kernels.conv_act_moments_backward(
+            x, w, b, conv, moments, m2.contiguous(), (dx, dw, db), workspace
+        )
     else:
         _two_stage.backward(x, w, b, conv, decision, moments, (dx, dw, db))
     return grads
@@ -367,6 +370,7 @@ def _conv_act_moments_backward_fake(
     w: Tensor,
     b: Tensor | None,
     mean: Tensor,
+    m2: Tensor,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
