@@ -16,9 +16,10 @@
 // The tiles are worked on in two halves, and the activation and sums of a finished half are dealt
 // out between the products of the other, so that the tensor cores need not wait for them.
 //
-// float32 ("split"): x and w are scaled by powers of two, w per output channel, x so that the
-// planes met so far fit fp16 (the accumulators are rescaled when a much larger plane comes), and
-// split into two halves of 11 bits each. Three products are summed, the small ones first.
+// float32: x and w are scaled by powers of two, w per output channel, x so that the planes met so
+// far fit fp16 (the accumulators are rescaled when a much larger plane comes), and rounded to fp16,
+// which has tf32's 11 bits, or for "ieee" split into two halves of 11 bits each; then three products
+// are summed, the small ones first.
 //
 // Launch conv_window_kernel<Config> with Config::kThreads threads, Config::kSharedBytes of dynamic
 // shared memory and a grid of (blocks, ceil(K / 16)), any number of blocks (warps take pieces in
@@ -49,21 +50,26 @@ __device__ __forceinline__ float power_of_two_or_limit(int e) {
   return power_of_two(near) * power_of_two(min(max(e - near, -126), 127));
 }
 
-// Product number `product` of a unit (see Config::products).
+// Product number `product` of a unit: of low and high, high and low, and both high halves.
 template <class Config>
-__device__ __forceinline__ void multiply(float (&d)[4], uint32_t (&a)[Config::kFragments][4],
+__device__ __forceinline__ void multiply(float (&d)[4], uint32_t (&a)[Config::kParts][4],
                                          const uint32_t (&b)[Config::kUnitRegisters], int product,
                                          const float (&c)[4]) {
-  if constexpr (Config::kTf32) {
-    mma_m16n8k8_tf32(d, a[product], b[2 * product], b[2 * product + 1], c);
-  } else if constexpr (Config::kSplit) {
+  if constexpr (Config::kSplit) {
     const int low = product == 1 ? 2 : 0;
     mma_m16n8k16_f16(d, a[product == 0 ? 1 : 0], b[low], b[low + 1], c);
-  } else if constexpr (Config::kOperand == WindowOperand::kFloat16) {
-    mma_m16n8k16_f16(d, a[0], b[0], b[1], c);
-  } else {
+  } else if constexpr (Config::kOperand == WindowOperand::kBFloat16) {
     mma_m16n8k16_bf16(d, a[0], b[0], b[1], c);
+  } else {
+    mma_m16n8k16_f16(d, a[0], b[0], b[1], c);
   }
+}
+
+// The exponents of the weights of the lane's channels: of the first, and eight on of the second.
+template <class Config>
+__device__ __forceinline__ int* weight_exponents() {
+  unsigned char* const after = dynamic_shared_memory() + Config::kExponentOffset;
+  return reinterpret_cast<int*>(after) + threadIdx.x / 4;
 }
 
 template <class Config>
@@ -89,12 +95,13 @@ struct Lane {
   // [half][depth tap][tile][register]: output plane z = piece.z + step - tap.
   float acc[2][T][kHalfTiles][4];
   float bias[2];
-  float start[4];  // what the first products read: the bias, or zero when split
+  float start[4];  // what the first products read: the bias, or zero when scaled
   typename Config::ActivationType activation;
 
-  // Split only: y = accumulator * inverse + bias; scaled by 2^exponent, and the weights by theirs.
+  // Of float32: y = accumulator * inverse + bias; scaled by 2^exponent, and the weights by their
+  // channel's, which waits in shared memory.
   float inverse[2];
-  int exponent, weight_exponents[2];
+  int exponent;
 
   // Sums about the first value of the piece.
   float pivot[2], sum[2], square[2];
@@ -103,7 +110,7 @@ struct Lane {
 
   __device__ __forceinline__ float value(int half, int tap, int tile, int i) const {
     const float y = acc[half][tap][tile][i];
-    return Config::kSplit ? fmaf(y, inverse[i / 2], bias[i / 2]) : y;
+    return Config::kScaled ? fmaf(y, inverse[i / 2], bias[i / 2]) : y;
   }
 
   // d is the activated value less the pivot.
@@ -162,7 +169,7 @@ struct Lane {
               column + window_unit(4 * u, from, Config::kColumns) * Config::kUnitBytes, b[tile]);
         }
 #pragma unroll
-        for (int product = 0; product < Config::products(u); ++product) {
+        for (int product = 0; product < Config::kProducts; ++product) {
 #pragma unroll
           for (int tap = T - 1; tap >= 0; --tap) {
             if (Low <= tap && tap <= High && low <= tap && tap <= high) {
@@ -222,9 +229,7 @@ struct Lane {
 
   // Groups of products of a half.
   static CONVNORMPOOL_HOST_DEVICE constexpr int slots() {
-    int products = 0;
-    for (int u = 0; u < Config::kUnits; ++u) products += Config::products(u);
-    return products * Config::kGroups * T;
+    return Config::kUnits * Config::kProducts * Config::kGroups * T;
   }
 
   // The staged plane is scaled by another power than the accumulators: follow it.
@@ -241,11 +246,13 @@ struct Lane {
   __device__ __forceinline__ void set_exponent(int e) {
     exponent = e;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) inverse[i] = power_of_two_or_limit(-(e + weight_exponents[i]));
+    for (int i = 0; i < 2; ++i) {
+      inverse[i] = power_of_two_or_limit(-(e + weight_exponents<Config>()[8 * i]));
+    }
   }
 
   __device__ __forceinline__ void begin(const WindowPiece& piece, int lane, int staged_exponent) {
-    if constexpr (Config::kSplit) set_exponent(staged_exponent);
+    if constexpr (Config::kScaled) set_exponent(staged_exponent);
 #pragma unroll
     for (int i = 0; i < 2 * T * kHalfTiles * 4; ++i) {
       acc[i / (T * kValues)][i / kValues % T][i / 4 % kHalfTiles][i % 4] = start[i % 4];
@@ -299,13 +306,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   Lane<Config> state;
   state.activation = activation;
   const int first_channel = 16 * static_cast<int>(blockIdx.y) + lane / 4;
+  int exponents[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    state.weight_exponents[i] =
-        Config::kSplit ? weight_exponent<Config>(p, first_channel + 8 * i) : 0;
+    if constexpr (Config::kScaled) {
+      exponents[i] = weight_exponent<Config>(p, first_channel + 8 * i);
+      if (lane % 4 == 0) weight_exponents<Config>()[8 * i] = exponents[i];
+    }
     state.bias[i] = load_bias<Config>(p, first_channel + 8 * i);
   }
-  load_weights<Config>(p, 16 * static_cast<int>(blockIdx.y), lane, state.weight_exponents, state.a);
+  load_weights<Config>(p, 16 * static_cast<int>(blockIdx.y), lane, exponents, state.a);
 
   // Two planes; columns that are never staged stay zero. Their space first passes the bias through
   // memory: four registers that the compiler does not know to be two, or it would keep two and copy
@@ -316,7 +326,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   for (int i = 0; i < 4; ++i) pass[i] = state.bias[i / 2];
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) state.start[i] = Config::kSplit ? 0.0f : pass[i];
+  for (int i = 0; i < 4; ++i) state.start[i] = Config::kScaled ? 0.0f : pass[i];
   __syncwarp();
   for (int i = lane; i < 2 * Config::kPlaneBytes / 16; i += 32) {
     reinterpret_cast<uint4*>(buffers)[i] = make_uint4(0, 0, 0, 0);
@@ -335,7 +345,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   unsigned char* target = buffers;
   const auto stage = [&] {
     float scale = 1.0f;
-    if constexpr (Config::kSplit) {
+    if constexpr (Config::kScaled) {
       staged_exponent = plane_exponent(largest_magnitude(raw), raw_first, staged_exponent);
       scale = power_of_two(staged_exponent);
     }
@@ -356,7 +366,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const auto begin_step = [&] {
       const unsigned char* const column = target + lane_bytes;
       target = target == buffers ? buffers + Config::kPlaneBytes : buffers;
-      if constexpr (Config::kSplit) {
+      if constexpr (Config::kScaled) {
         if (staged_exponent != state.exponent) state.rescale(staged_exponent);
       }
       // All lanes have staged this plane and are done with the one before.

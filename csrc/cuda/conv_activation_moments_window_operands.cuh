@@ -14,7 +14,9 @@
 
 namespace convnormpool {
 
-// How the operands of the products are formed; kSplit and kTf32 read float32.
+// How the operands of the products are formed. kSplit and kTf32 read float32, scaled by powers of
+// two and rounded to two float16 halves of 11 bits, or to one: tf32's 11 bits, and half the products
+// that operands of that type would take.
 enum class WindowOperand { kTf32, kFloat16, kBFloat16, kSplit };
 
 struct WindowParameters {
@@ -40,10 +42,10 @@ struct WindowConfig {
   using ActivationType = Activation_;
 
   static constexpr bool kSplit = Operand == WindowOperand::kSplit;
-  static constexpr bool kTf32 = Operand == WindowOperand::kTf32;
-  static constexpr bool kHalf = !kSplit && !kTf32;
-  using Raw = std::conditional_t<kHalf, uint16_t, float>;  // an element as it is loaded
-  using RawPair = std::conditional_t<kHalf, uint32_t, float2>;
+  static constexpr bool kScaled = kSplit || Operand == WindowOperand::kTf32;
+  static constexpr int kParts = kSplit ? 2 : 1;               // halves of an operand
+  using Raw = std::conditional_t<kScaled, float, uint16_t>;  // an element as it is loaded
+  using RawPair = std::conditional_t<kScaled, float2, uint32_t>;
   // A lane loads pairs of columns, of rows 2 (lane % 2) and the next of each unit, instead of a
   // column of all rows. Those rows must not depend on the lane but by their distance.
   static constexpr bool kPaired = !General && (R == 2 || R == 4);
@@ -51,15 +53,10 @@ struct WindowConfig {
   static constexpr int kRows = C * R;
   static constexpr int kUnits = (kRows + 3) / 4;
   static constexpr int kGroups = (S + 3) / 4;
-  // Registers of a unit: four tf32 rows, four 16-bit rows, or four high and four low halves.
-  static constexpr int kUnitRegisters = kHalf ? 2 : 4;
+  // Registers of a unit: four rows, or four high and four low halves.
+  static constexpr int kUnitRegisters = 2 * kParts;
   static constexpr int kUnitBytes = 4 * kUnitRegisters;
-  // Weight fragments of a unit: rows 0, 1 and 2, 3 in tf32; high and low halves when split.
-  static constexpr int kFragments = kHalf ? 1 : 2;
-  // Products with a unit: a tf32 fragment whose rows don't exist is left out.
-  static CONVNORMPOOL_HOST_DEVICE constexpr int products(int unit) {
-    return kSplit ? 3 : kHalf ? 1 : kRows - 4 * unit > 2 ? 2 : 1;
-  }
+  static constexpr int kProducts = kSplit ? 3 : 1;  // with a unit
 
   static constexpr int kHalfTiles = kTiles / 2;
   static constexpr int kColumns = 8 * kTiles + 4 * kGroups - 1;
@@ -70,11 +67,11 @@ struct WindowConfig {
   static constexpr int kPlaneBytes = (kUnits * kColumns * kUnitBytes + 15) / 16 * 16;
   // One warp: what is the same for all its lanes then comes from blockIdx, and the compiler knows.
   static constexpr int kThreads = 32;
-  static constexpr int kSharedBytes = 2 * kPlaneBytes > 32 * 16 ? 2 * kPlaneBytes : 32 * 16;
+  static constexpr int kExponentOffset = 2 * kPlaneBytes > 32 * 16 ? 2 * kPlaneBytes : 32 * 16;
+  static constexpr int kSharedBytes = kExponentOffset + (kScaled ? 64 : 0);
 
   static constexpr bool kStaticEdges = T <= 4;
-  static constexpr int kWeightRegisters =
-      4 * T * kGroups * (kTf32 ? (kRows + 1) / 2 : kUnits * kFragments);
+  static constexpr int kWeightRegisters = 4 * T * kGroups * kUnits * kParts;
   static constexpr int kAccumulators = 4 * T * kTiles;
   static constexpr int kBlocksPerSm = Blocks > 0                                       ? Blocks
                                       : kWeightRegisters + kAccumulators + kRows > 125 ? 8
@@ -87,7 +84,7 @@ struct WindowConfig {
 namespace window {
 
 template <class Config>
-using Weights = uint32_t[Config::T][Config::kUnits][Config::kGroups][Config::kFragments][4];
+using Weights = uint32_t[Config::T][Config::kUnits][Config::kGroups][Config::kParts][4];
 
 __device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) {
   return __byte_perm(low, high, 0x5410);
@@ -97,11 +94,14 @@ __device__ __forceinline__ uint32_t pack(__half2 pair) {
   return pack(__half_as_ushort(__low2half(pair)), __half_as_ushort(__high2half(pair)));
 }
 
-// high + low = (a, b) to 22 bits, in pairs of fp16.
-__device__ __forceinline__ void split_pair(float a, float b, uint32_t& high, uint32_t& low) {
+// (a, b) as fp16, to 11 bits, or as the sum of two of them, to 22.
+template <int Parts>
+__device__ __forceinline__ void round_pair(float a, float b, uint32_t (&parts)[Parts]) {
   const __half2 pair = __floats2half2_rn(a, b);
-  high = pack(pair);
-  low = pack(__floats2half2_rn(a - __low2float(pair), b - __high2float(pair)));
+  parts[0] = pack(pair);
+  if constexpr (Parts == 2) {
+    parts[1] = pack(__floats2half2_rn(a - __low2float(pair), b - __high2float(pair)));
+  }
 }
 
 // 2^e for -126 <= e <= 127.
@@ -159,15 +159,15 @@ __device__ __forceinline__ void load_weights(const WindowParameters& p, int firs
                                    4 * group + lane % 4);
     }
     auto& out = a[kd][unit][group];
-    if constexpr (Config::kTf32) {
-      out[0][half] = round_tf32(v[0]);
-      out[0][half + 2] = round_tf32(v[1]);
-      out[1][half] = round_tf32(v[2]);
-      out[1][half + 2] = round_tf32(v[3]);
-    } else if constexpr (Config::kSplit) {
+    if constexpr (Config::kScaled) {
       const float scale = power_of_two(exponent[half]);
-      split_pair(v[0] * scale, v[1] * scale, out[0][half], out[1][half]);
-      split_pair(v[2] * scale, v[3] * scale, out[0][half + 2], out[1][half + 2]);
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        uint32_t parts[Config::kParts];
+        round_pair(v[2 * pair] * scale, v[2 * pair + 1] * scale, parts);
+#pragma unroll
+        for (int part = 0; part < Config::kParts; ++part) out[part][half + 2 * pair] = parts[part];
+      }
     } else {
       out[0][half] = pack(v[0], v[1]);
       out[0][half + 2] = pack(v[2], v[3]);
@@ -292,12 +292,14 @@ __device__ __forceinline__ uint32_t largest_magnitude(const RawPlane<Config>& ra
 template <class Config>
 __device__ __forceinline__ void make_unit(const typename Config::Raw (&v)[4], float scale,
                                           uint32_t (&unit)[Config::kUnitRegisters]) {
-  if constexpr (Config::kTf32) {
+  if constexpr (Config::kScaled) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) unit[i] = round_tf32(v[i]);
-  } else if constexpr (Config::kSplit) {
-    split_pair(v[0] * scale, v[1] * scale, unit[0], unit[2]);
-    split_pair(v[2] * scale, v[3] * scale, unit[1], unit[3]);
+    for (int pair = 0; pair < 2; ++pair) {
+      uint32_t parts[Config::kParts];
+      round_pair(v[2 * pair] * scale, v[2 * pair + 1] * scale, parts);
+#pragma unroll
+      for (int part = 0; part < Config::kParts; ++part) unit[2 * part + pair] = parts[part];
+    }
   } else {
     unit[0] = pack(v[0], v[1]);
     unit[1] = pack(v[2], v[3]);
@@ -330,15 +332,15 @@ __device__ __forceinline__ void load_unit(const unsigned char* at,
 template <class Config>
 __device__ __forceinline__ void store_row_pair(unsigned char* at, int i, float first, float second,
                                                float scale) {
-  uint32_t* const unit = reinterpret_cast<uint32_t*>(at);
-  if constexpr (Config::kTf32) {
-    *reinterpret_cast<uint2*>(unit + 2 * i) = make_uint2(round_tf32(first), round_tf32(second));
-  } else {
-    split_pair(first * scale, second * scale, unit[i], unit[2 + i]);
+  uint32_t parts[Config::kParts];
+  round_pair(first * scale, second * scale, parts);
+#pragma unroll
+  for (int part = 0; part < Config::kParts; ++part) {
+    reinterpret_cast<uint32_t*>(at)[2 * part + i] = parts[part];
   }
 }
 
-// A loaded plane, rounded or scaled and split, into the warp's buffer.
+// A loaded plane, scaled and rounded where it is float32, into the warp's buffer.
 template <class Config>
 __device__ __forceinline__ void stage_plane(const RawPlane<Config>& raw, float scale, int lane,
                                             unsigned char* buffer) {
@@ -351,7 +353,7 @@ __device__ __forceinline__ void stage_plane(const RawPlane<Config>& raw, float s
       unsigned char* const at =
           buffer + window_unit(4 * u, column, Config::kColumns) * Config::kUnitBytes;
       const auto first = raw.pair[2 * u], second = raw.pair[2 * u + 1];
-      if constexpr (Config::kHalf) {
+      if constexpr (!Config::kScaled) {
         uint32_t* const word = reinterpret_cast<uint32_t*>(at) + lane % 2;
         word[0] = __byte_perm(first, second, 0x5410);
         word[Config::kUnitRegisters] = __byte_perm(first, second, 0x7632);
@@ -383,13 +385,9 @@ __device__ __forceinline__ void stage_plane(const RawPlane<Config>& raw, float s
     uint32_t unit[Config::kUnitRegisters];
     make_unit<Config>(v, scale, unit);
     unsigned char* at = buffer + window_unit(row, column, Config::kColumns) * Config::kUnitBytes;
-    if constexpr (Config::kTf32) {
-      reinterpret_cast<uint32_t*>(at)[row % 4] = unit[0];
-    } else {
-      reinterpret_cast<uint16_t*>(at)[row % 4] = static_cast<uint16_t>(unit[0]);
-      if constexpr (Config::kSplit) {
-        reinterpret_cast<uint16_t*>(at)[4 + row % 4] = static_cast<uint16_t>(unit[2]);
-      }
+#pragma unroll
+    for (int part = 0; part < Config::kParts; ++part) {
+      reinterpret_cast<uint16_t*>(at)[4 * part + row % 4] = static_cast<uint16_t>(unit[2 * part]);
     }
   }
 }
