@@ -18,8 +18,8 @@
 //
 // float32: x and w are scaled by powers of two, w per output channel, x so that the planes met so
 // far fit fp16 (the accumulators are rescaled when a much larger plane comes), and rounded to fp16,
-// which has tf32's 11 bits, or for "ieee" split into two halves of 11 bits each; then three products
-// are summed, the small ones first.
+// which has tf32's 11 bits, or for "ieee" split into two halves of 11 bits each; then three
+// products are summed, the small ones first.
 //
 // Launch conv_window_kernel<Config> with Config::kThreads threads, Config::kSharedBytes of dynamic
 // shared memory and a grid of (blocks, ceil(K / 16)), any number of blocks (warps take pieces in

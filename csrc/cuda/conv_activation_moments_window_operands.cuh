@@ -15,8 +15,8 @@
 namespace convnormpool {
 
 // How the operands of the products are formed. kSplit and kTf32 read float32, scaled by powers of
-// two and rounded to two float16 halves of 11 bits, or to one: tf32's 11 bits, and half the products
-// that operands of that type would take.
+// two and rounded to two float16 halves of 11 bits, or to one: tf32's 11 bits, and half the
+// products that operands of that type would take.
 enum class WindowOperand { kTf32, kFloat16, kBFloat16, kSplit };
 
 struct WindowParameters {
@@ -43,7 +43,7 @@ struct WindowConfig {
 
   static constexpr bool kSplit = Operand == WindowOperand::kSplit;
   static constexpr bool kScaled = kSplit || Operand == WindowOperand::kTf32;
-  static constexpr int kParts = kSplit ? 2 : 1;               // halves of an operand
+  static constexpr int kParts = kSplit ? 2 : 1;              // halves of an operand
   using Raw = std::conditional_t<kScaled, float, uint16_t>;  // an element as it is loaded
   using RawPair = std::conditional_t<kScaled, float2, uint32_t>;
   // A lane loads pairs of columns, of rows 2 (lane % 2) and the next of each unit, instead of a
