@@ -216,9 +216,15 @@ def recipe_of(decision: Decision, work: Path, outputs: dict[str, Path], jobs: in
         STABLE_ABI,
         "-DUSE_CUDA",
         f"--threads={threads}",
-        *toolchain.arch_flags(decision.arches),
     ]
-    objects = [recipe.device(s, headers, decision.toolkit.nvcc, *flags) for s in sources[CUDA]]
+    if toolchain.has_hopper(decision.arches):
+        flags.append("-DCONVNORMPOOL_SM_90A")
+    objects = []
+    for source in sources[CUDA]:
+        targets = toolchain.arch_flags(toolchain.arches_of(source, decision.arches))
+        if targets:
+            nvcc = decision.toolkit.nvcc
+            objects.append(recipe.device(source, headers, nvcc, *flags, *targets))
     # torch's own CUDA runtime, found by its name in the process: one runtime, one current device.
     cuda_library = str(decision.torch.root / "lib" / "libtorch_cuda.so")
     recipe.link(objects, outputs[CUDA], cpu_library, cuda_library, str(decision.toolkit.cudart))

@@ -1,4 +1,4 @@
-"""Reads ptxas's report (nvcc -Xptxas=-v) and fails on a spill or a stack frame.
+"""Reads ptxas's report (nvcc -Xptxas=-v) and fails on a spill or a stack frame not allowed here.
 
     python .ci/check_ptxas.py LOG
 
@@ -20,6 +20,12 @@ PROPERTIES = re.compile(r"Function properties for (\S+)")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+# Bytes of spills that measured faster than what would avoid them, by kernel: of the forward by
+# wgmma that with split operands for a 4x4x4 filter, where three warpgroups of 168 registers beat
+# two of more (benchmarks/NOTES.md).
+ALLOWED = {
+    r"conv_activation_moments_wgmmaI.*WgmmaOperandE3ELi3ELi4ELi4ELi4E.*HardswishFn": 48,
+}
 
 
 @dataclass
@@ -38,7 +44,10 @@ class Function:
         if self.frame is None or (self.kernel and self.registers is None):
             return "its report is incomplete"
         stack, stores, loads = self.frame
-        if stack or stores or loads:
+        allowed = max(
+            (n for pattern, n in ALLOWED.items() if re.search(pattern, self.name)), default=0
+        )
+        if max(stack, stores, loads) > allowed:
             return f"{stack} bytes of stack, {stores} of spill stores, {loads} of spill loads"
         return ""
 

@@ -5,7 +5,6 @@
 #include "activation.h"
 #include "cuda/activation_moments_partition.h"
 #include "cuda/conv_activation_moments_backward_plan.h"
-#include "cuda/conv_activation_moments_plan.h"
 #include "plan.h"
 
 namespace py = pybind11;
@@ -66,12 +65,11 @@ PYBIND11_MODULE(_plan, m) {
                              [](const Problem& p) { return Triple{p.Z(), p.P(), p.Q()}; });
 
   py::class_<Device>(m, "Device")
-      .def(
-          py::init([](bool cuda, int32_t major, int32_t minor, int32_t sm_count, int64_t l2_bytes) {
-            return Device{cuda, major, minor, sm_count, l2_bytes};
-          }),
-          py::kw_only(), py::arg("cuda"), py::arg("major") = 0, py::arg("minor") = 0,
-          py::arg("sm_count") = 0, py::arg("l2_bytes") = 0);
+      .def(py::init(
+               [](bool cuda, int32_t major, int32_t minor, int32_t sm_count, int64_t l2_bytes,
+                  bool sm_90a) { return Device{cuda, major, minor, sm_count, l2_bytes, sm_90a}; }),
+           py::kw_only(), py::arg("cuda"), py::arg("major") = 0, py::arg("minor") = 0,
+           py::arg("sm_count") = 0, py::arg("l2_bytes") = 0, py::arg("sm_90a") = false);
 
   py::class_<Decision>(m, "Decision")
       .def_readonly("path", &Decision::path)
@@ -79,6 +77,10 @@ PYBIND11_MODULE(_plan, m) {
       .def_readonly("reason", &Decision::reason)
       .def_readonly("backward_reason", &Decision::backward_reason)
       .def_readonly("kernel", &Decision::kernel)
+      .def_readonly("wgmma", &Decision::wgmma)
+      .def_readonly("kernel_reason", &Decision::kernel_reason)
+      .def_readonly("workspace", &Decision::workspace)
+      .def_readonly("alignment", &Decision::alignment)
       .def_readonly("chunk_samples", &Decision::chunk_samples)
       .def_readonly("chunk_planes", &Decision::chunk_planes)
       .def_readonly("channels_last", &Decision::channels_last)
@@ -87,12 +89,10 @@ PYBIND11_MODULE(_plan, m) {
   m.def("plan", &plan, py::arg("problem"), py::arg("device"), py::arg("requested") = py::none());
   m.def("activation_names", &activation_names);
   m.def("act_moments_workspace", &act_moments_workspace);
-  m.def("conv_act_moments_workspace", &conv_act_moments_workspace, py::arg("problem"));
   m.def(
       "conv_act_moments_backward_workspace",
       [](const Problem& p, const Device& device, bool input_gradient, bool filter_gradient) {
         return backward_workspace(p, device.sm_count, input_gradient, filter_gradient).total();
       },
-      py::arg("problem"), py::arg("device"), py::arg("input_gradient"),
-      py::arg("filter_gradient"));
+      py::arg("problem"), py::arg("device"), py::arg("input_gradient"), py::arg("filter_gradient"));
 }

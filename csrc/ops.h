@@ -64,12 +64,13 @@
 //   With one channel per group grad_mean and grad_m2 are exactly zero.
 //
 // _conv_act_moments_out(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation,
-//                       int groups, int activation, int precision, Tensor(a!) mean, Tensor(b!) m2,
-//                       Tensor(c!)? workspace)
+//                       int groups, int activation, int precision, bool wgmma, Tensor(a!) mean,
+//                       Tensor(b!) m2, Tensor(c!)? workspace)
 //   The fused direct convolution: moments of a(conv3d(x, w, b)) with no convolution output in
 //   memory. x (N, C, D, H, W) contiguous, w (K, C/groups, T, R, S) contiguous, b (K,), one dtype.
 //   precision is the code of csrc/problem.h and matters for float32 only. Only called with problems
-//   that the planner's fused path accepts on that device.
+//   that the planner's fused path accepts on that device; wgmma, the workspace and x's alignment
+//   are the planner's, too.
 //
 // _conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, Tensor m2,
 //                                Tensor grad_mean, Tensor grad_m2, int[] stride, int[] padding,

@@ -25,17 +25,6 @@ constexpr int64_t kCpuPieceBytes = int64_t{1} << 20;
 // is at least as fast as the library's blocked one; measured in benchmarks/NOTES.md.
 constexpr int64_t kCpuFusedMaxChannels = 32;
 
-int64_t element_size(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return 8;
-    case DType::kFloat32:
-      return 4;
-    default:
-      return 2;
-  }
-}
-
 std::string fused_refusal(const Problem& p, const Device& device) {
   if (!device.cuda) {
     if (p.stride[1] > p.H + 2 * p.padding[1] || p.stride[2] > p.W + 2 * p.padding[2]) {
@@ -113,14 +102,21 @@ Decision plan(const Problem& p, const Device& device, std::optional<Path> reques
   reason(d.path).clear();
 
   plan_two_stage(p, device, d);
+  d.alignment = element_size(p.dtype);
   if (device.cuda && d.path == Path::kFused) {
+    if (wgmma_device(device.major, device.minor)) {
+      d.kernel_reason = wgmma_refusal(p, device.sm_90a);
+      d.wgmma = d.kernel_reason.empty();
+    }
+    d.workspace = conv_act_moments_workspace(p, d.wgmma);
+    d.alignment = conv_act_moments_alignment(p, d.wgmma);
     d.backward_reason = backward_refusal(p, device.major, device.minor);
     if (!d.backward_reason.empty()) d.backward_path = Path::kTwoStage;
   }
   switch (d.path) {
     case Path::kFused:
-      d.kernel = device.cuda ? "direct convolution with statistics by mma.sync"
-                             : "direct convolution with statistics";
+      d.kernel = "direct convolution with statistics";
+      if (device.cuda) d.kernel += d.wgmma ? " by wgmma" : " by mma.sync";
       break;
     case Path::kTwoStage:
       d.kernel = d.unfolded_channels > 0

@@ -21,6 +21,7 @@ struct Device {
   int32_t major, minor;  // compute capability
   int32_t sm_count;
   int64_t l2_bytes;
+  bool sm_90a;  // whether the build has code for it
 };
 
 struct Decision {
@@ -31,6 +32,13 @@ struct Decision {
   std::array<std::string, kNumPaths> reason;
   std::string backward_reason;
   std::string kernel;  // what computes the convolution, in words
+  // Fused on CUDA: whether it is the kernel of compute capability 9.0, and on such a device one
+  // sentence why if not; floats of workspace. What x must be aligned to, in bytes: any other x is
+  // copied first, so that no result depends on where its input happens to lie.
+  bool wgmma;
+  std::string kernel_reason;
+  int64_t workspace;
+  int64_t alignment;
   // Two-stage: how many samples a library convolution takes at once, and how many output planes
   // along Z. chunk_planes == Z except on CPU, where big samples are cut into slabs.
   int64_t chunk_samples;

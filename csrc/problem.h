@@ -9,6 +9,11 @@ namespace convnormpool {
 
 enum class DType : int32_t { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3 };
 
+// In bytes.
+constexpr int64_t element_size(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
 // How float32 products are formed. Other dtypes ignore it.
 enum class Precision : int32_t { kIeee = 0, kTf32 = 1 };
 

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 MINIMUM_TORCH = (2, 11)
 TORCH_REQUIREMENT = "torch>=2.11"
-DEFAULT_ARCHES = ("8.0", "9.0a", "10.0", "12.0")
+HOPPER = "9.0a"
+DEFAULT_ARCHES = ("8.0", HOPPER, "10.0", "12.0")
 USUAL_ROOT = Path("/usr/local/cuda")
 AGAIN = "then reinstall convnormpool"
 
@@ -247,6 +248,18 @@ def arch_flags(arches: Iterable[str]) -> list[str]:
             plain = code.rstrip("af")
             flags.append(f"-gencode=arch=compute_{plain},code=compute_{plain}")
     return flags
+
+
+def arches_of(source: str, arches: Sequence[str]) -> Sequence[str]:
+    """What a file is compiled for: one of wgmma kernels for 9.0a alone, and otherwise not."""
+    if "_wgmma_" not in Path(source).name:
+        return arches
+    return [HOPPER] if has_hopper(arches) else []
+
+
+def has_hopper(arches: Iterable[str]) -> bool:
+    """Whether the build is to have Hopper's own kernels."""
+    return any(arch.removesuffix("+PTX") == HOPPER for arch in arches)
 
 
 def supported_arches(nvcc: str) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convnormpool import conv_norm_pool, explain, reference
+from convnormpool import _kernels, conv_norm_pool, explain, planner, reference
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
@@ -345,6 +345,32 @@ def fused_takes(case: Case, tensors: Sequence[Tensor | None]) -> bool:
     x, w, *_ = tensors
     assert x is not None and w is not None
     return explain(w, x, **case.convolution).path == "fused"
+
+
+def kernel_moments(
+    case: Case, x: Tensor, w: Tensor, b: Tensor | None, precision: str, sm_90a: bool
+) -> tuple[str, Tensor, Tensor]:
+    """Name and moments of the fused CUDA kernel of a build with or without code for sm_90a."""
+    assert not isinstance(case.padding, str)
+    conv = planner.Convolution(
+        case.stride, case.padding, case.dilation, case.groups, case.activation, precision
+    )
+    facts = {**planner._device_facts("cuda", x.device.index), "sm_90a": sm_90a}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_device_facts", lambda *_: facts)
+        decision = planner._plan.__wrapped__(
+            tuple(x.shape), tuple(w.shape), conv, x.dtype, "cuda", x.device.index, "fused"
+        )
+    mean = torch.full((len(x), len(w)), math.nan, device=x.device)
+    m2 = torch.full_like(mean, math.nan)
+    _kernels.conv_act_moments(x, w, b, conv, decision, mean, m2)
+    return decision.kernel.rpartition(" ")[2], mean, m2
+
+
+def has_wgmma() -> bool:
+    """Whether this build has the kernel of compute capability 9.0, and the device is one."""
+    facts = planner._device_facts("cuda", 0)
+    return (facts["major"], facts["minor"]) == (9, 0) and bool(facts["sm_90a"])
 
 
 def assert_same_bits(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
-from helpers import CASES, DTYPES, Case, assert_same_bits, check, ours, run
+from helpers import (
+    CASES,
+    DTYPES,
+    Case,
+    assert_same_bits,
+    check,
+    has_wgmma,
+    kernel_moments,
+    ours,
+    run,
+)
 
-from convnormpool import conv_norm_pool, explain, ops, reference
+from convnormpool import _kernels, conv_norm_pool, explain, ops, planner, reference
 
 PLAIN = Case("plain", (3, 3, 5, 8, 9), 16, (3, 2, 3), 4, padding=(1, 0, 1))
 
@@ -30,6 +43,113 @@ def test_other_dtypes(case: Case, dtype: torch.dtype, device: str, path: str) ->
 def test_fused_or_refused(case: Case, dtype: torch.dtype) -> None:
     """CUDA's fused kernel takes some of the cases, and refuses the others in words."""
     check(case, dtype, "cuda", "fused")
+
+
+# Rows of a sample: whole items of four, one, two and three beyond them, and fewer than four. Output
+# planes: fewer than the filter's, and each residue of a division by four. Columns: one tile and
+# more, tiles that begin before the outputs do, rows that no tensor copy takes. Masked channels.
+WINDOWS = (
+    Case("quads", (7, 3, 7, 7, 32), 16, (4, 4, 4)),
+    Case("rest_1", (9, 3, 8, 8, 32), 16, (4, 4, 4)),
+    Case("rest_2", (5, 3, 9, 9, 32), 7, (4, 4, 4)),
+    Case("rest_3", (6, 3, 10, 6, 32), 17, (4, 4, 4), activation="gelu"),
+    Case("one_plane", (3, 3, 4, 8, 16), 24, (4, 4, 4)),
+    Case("smallest", (6, 3, 4, 4, 8), 1, (4, 4, 4)),
+    Case("all_padded", (5, 3, 5, 33, 40), 16, (4, 4, 4), padding=(3, 2, 1)),
+    Case("wide", (3, 3, 6, 9, 96), 257, (4, 4, 4), padding=(0, 1, 3)),
+    Case("no_bias", (4, 3, 11, 12, 64), 16, (4, 4, 4), padding=(1, 0, 2), bias=False),
+    Case("odd_rows", (4, 3, 7, 9, 29), 16, (4, 4, 4)),
+    Case("pairs", (4, 3, 7, 9, 36), 16, (4, 4, 4), activation="silu"),
+    Case("one_channel", (257, 1, 6, 11, 24), 16, (3, 3, 3), padding=(1, 1, 1)),
+    Case("one_channel_wide", (3, 1, 12, 20, 48), 32, (3, 3, 3), activation="mish"),
+    Case("three_channels", (9, 3, 9, 11, 16), 17, (3, 3, 3), padding=(1, 1, 1)),
+    Case("three_channels_flat", (9, 3, 3, 6, 64), 16, (3, 3, 3), activation="relu"),
+)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sm_90a", [True, False], ids=["hopper", "portable"])
+@pytest.mark.parametrize("kind", ["ieee", "tf32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_window_kernels(case: Case, kind: str, sm_90a: bool) -> None:
+    """The kernel of compute capability 9.0 where device, build and rows allow it, or the other."""
+    dtype = getattr(torch, kind, torch.float32)
+    sm_90a = sm_90a and has_wgmma()
+    x, w, b, *_ = case.tensors(dtype, "cuda")
+    assert x is not None and w is not None
+    kernel, *found = kernel_moments(case, x, w, b, "tf32" if kind == "tf32" else "ieee", sm_90a)
+    taken = sm_90a and x.shape[4] * x.element_size() % 16 == 0
+    assert kernel == ("wgmma" if taken else "mma.sync")
+    bias = None if b is None else b.double()
+    y = torch.nn.functional.conv3d(x.double(), w.double(), bias, **case.convolution)
+    # Tensor cores cut off what falls out of an accumulator, once for each of up to 40 products that
+    # an output adds up; M2 takes an output's error twice. tf32 rounds like float16.
+    eps = torch.finfo(torch.float32).eps * 256
+    if kind == "tf32":
+        eps = torch.finfo(torch.float16).eps * 4
+    for a, right in zip(found, reference.act_moments(y, case.activation), strict=True):
+        assert (a - right).norm() <= eps * right.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("offset", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_place_in_memory_does_not_matter(dtype: torch.dtype, offset: int) -> None:
+    """Input that lies where a kernel can't load it from is copied: same kernel, same bits."""
+    for case in (c for c in WINDOWS if c.name in ("rest_1", "odd_rows", "three_channels_flat")):
+        tensors, grad_out = case.tensors(dtype, "cuda"), case.grad_out(dtype, "cuda")
+        x = tensors[0]
+        assert x is not None
+        memory = torch.full((x.numel() + 8,), torch.nan, device="cuda", dtype=dtype)
+        moved = memory[offset : offset + x.numel()].view(x.shape).copy_(x)
+        assert moved.storage_offset() == offset
+        results = [ours(case, [t, *tensors[1:]], grad_out, path="fused") for t in (moved, x)]
+        assert_same_bits(results[0][:1], results[1][:1])
+
+
+@pytest.mark.cuda
+def test_compiled_operator_refuses() -> None:
+    """What the planner would not have asked for is an error and no result."""
+    w = torch.randn(16, 3, 4, 4, 4, device="cuda")
+    memory = torch.randn(2 * 3 * 5 * 6 * 32 + 8, device="cuda")
+    mean, m2, workspace = (torch.empty(n, device="cuda") for n in (32, 32, 4096))
+
+    def call(x: torch.Tensor) -> None:
+        torch.ops.convnormpool._conv_act_moments_out(
+            x, w, None, (1, 1, 1), (0, 0, 0), (1, 1, 1), 1, 0, 0, True, mean.view(2, 16),
+            m2.view(2, 16), workspace,
+        )  # fmt: skip
+
+    odd = memory[: 2 * 3 * 5 * 6 * 30].view(2, 3, 5, 6, 30)
+    moved = memory[1:-7].view(2, 3, 5, 6, 32)
+    if has_wgmma():
+        with pytest.raises(RuntimeError, match="x must be aligned to 16 bytes"):
+            call(moved)
+        with pytest.raises(RuntimeError, match="rows of x of a multiple of 16 bytes"):
+            call(odd)
+        call(memory[:-8].view(2, 3, 5, 6, 32))
+    else:
+        with pytest.raises(RuntimeError, match=r"capability 9\.0|no code for sm_90a"):
+            call(memory[:-8].view(2, 3, 5, 6, 32))
+
+
+def test_kernels_get_aligned_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is made beside the compiled operator, on whatever device."""
+    case = Case("aligned", (2, 3, 4, 5, 6))
+    x, w, *_ = case.tensors(torch.float32, "cpu")
+    assert x is not None and w is not None
+    seen: list[torch.Tensor] = []
+    operator = SimpleNamespace(_conv_act_moments_out=lambda x, *_: seen.append(x))
+    monkeypatch.setattr(_kernels, "_compiled", operator)
+    memory = torch.zeros(x.numel() + 64)
+    start = -memory.data_ptr() % 64 // 4
+    for offset, copied in ((0, False), (1, True), (2, True), (4, False)):
+        given = memory[start + offset :][: x.numel()].view(x.shape).copy_(x)
+        conv = planner.Convolution((1, 1, 1), (0, 0, 0), (1, 1, 1), 1, "hardswish", "ieee")
+        decision = replace(planner.decide(x, w, conv), alignment=16)
+        _kernels.conv_act_moments(given, w, None, conv, decision, x, x)
+        assert (seen[-1].data_ptr() != given.data_ptr()) == copied
+        assert torch.equal(seen[-1], x)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])

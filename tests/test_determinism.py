@@ -7,12 +7,30 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import CASES, DTYPES, Case, Tensors, assert_same_bits, fused_takes, ours
+from helpers import (
+    CASES,
+    DTYPES,
+    Case,
+    Tensors,
+    assert_same_bits,
+    fused_takes,
+    has_wgmma,
+    kernel_moments,
+    ours,
+)
 
 from convnormpool import explain
 
 BY_NAME = {case.name: case for case in CASES}
 CHOSEN = [BY_NAME[name] for name in ("padded", "strided", "wide_input", "slabs", "chunks")]
+
+# By what is left of a division of the output rows by four: none, one, two, three.
+WINDOWS = (
+    Case("quads", (300, 3, 6, 11, 32), 16, (4, 4, 4), activation="gelu"),
+    Case("rest_1", (300, 3, 7, 12, 32), 16, (4, 4, 4)),
+    Case("rest_2", (300, 3, 5, 7, 40), 24, (4, 4, 4), padding=(1, 1, 2)),
+    Case("rest_3", (300, 1, 8, 7, 24), 16, (3, 3, 3), padding=(1, 1, 1)),
+)
 
 
 @pytest.fixture
@@ -51,6 +69,25 @@ def test_batch_does_not_matter(case: Case, dtype: torch.dtype, fused_device: str
         # Gradients may come from the library, whose algorithm depends on the batch.
         results = 2 if gradients == "fused" else 1
         assert_same_bits(alone[:results], [t[n : n + 1] for t in whole[:results] if t is not None])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sm_90a", [True, False], ids=["hopper", "portable"])
+@pytest.mark.parametrize("kind", ["ieee", "tf32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_batch_does_not_matter_to_kernels(case: Case, kind: str, sm_90a: bool) -> None:
+    """Where rows of several samples share an item, and where blocks have several items."""
+    dtype = getattr(torch, kind, torch.float32)
+    precision = "tf32" if kind == "tf32" else "ieee"
+    x, w, b, *_ = case.tensors(dtype, "cuda")
+    assert x is not None and w is not None
+    sm_90a = sm_90a and has_wgmma()
+    kernel, *whole = kernel_moments(case, x, w, b, precision, sm_90a)
+    for first, last in ((0, 1), (3, 4), (1, 3), (2, 9), (5, 200), (len(x) - 1, len(x))):
+        part = kernel_moments(case, x[first:last], w, b, precision, sm_90a)
+        assert part[0] == kernel
+        assert_same_bits(part[1:], [t[first:last] for t in whole])
+    assert_same_bits(kernel_moments(case, x, w, b, precision, sm_90a)[1:], whole)
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)

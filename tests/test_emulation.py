@@ -20,6 +20,7 @@ OPERANDS = ("kTf32", "kFloat16", "kBFloat16", "kSplit")
 # (source, kind of operand or none), the longest first.
 PROGRAMS = [
     *(("window_backward", operand) for operand in OPERANDS),
+    *(("wgmma_window", operand) for operand in OPERANDS),
     *(("window", operand) for operand in OPERANDS),
     ("reductions", ""),
     ("window_map", ""),

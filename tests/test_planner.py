@@ -8,12 +8,22 @@ import pytest
 import torch
 from helpers import CASES, Case
 
-from convnormpool import ConvNormPool3d, Decision, _library, explain
+from convnormpool import ConvNormPool3d, Decision, _library, explain, planner
 
 plan = _library.plan
 HOPPER = {"cuda": True, "major": 9, "minor": 0, "sm_count": 132, "l2_bytes": 60 << 20}
+HOPPER |= {"sm_90a": True}
+PLAIN_HOPPER = HOPPER | {"sm_90a": False}
 AMPERE = {"cuda": True, "major": 8, "minor": 0, "sm_count": 108, "l2_bytes": 40 << 20}
-DEVICES: dict[str, dict[str, Any]] = {"cpu": {"cuda": False}, "hopper": HOPPER, "ampere": AMPERE}
+PLAIN_HOPPER_FACTS = {name: value for name, value in PLAIN_HOPPER.items() if name != "cuda"}
+BLACKWELL = HOPPER | {"major": 10, "sm_count": 148}
+DEVICES: dict[str, dict[str, Any]] = {
+    "cpu": {"cuda": False},
+    "hopper": HOPPER,
+    "hopper_without_code": PLAIN_HOPPER,
+    "ampere": AMPERE,
+    "blackwell": BLACKWELL,
+}
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -90,13 +100,99 @@ def test_row_half_precision_layout(dtype: str) -> None:
                 assert ask(case, device, "two_stage", dtype=dtype).channels_last
 
 
+WINDOWS = (
+    Case("reference", (1024, 3, 16, 32, 32), 16, (4, 4, 4)),
+    Case("narrow", (5, 3, 4, 4, 8), 1, (4, 4, 4)),
+    Case("padded", (3, 3, 9, 11, 40), 257, (4, 4, 4), padding=(3, 2, 1)),
+    Case("one_channel", (3, 1, 12, 20, 48), 32, (3, 3, 3), padding=(1, 1, 1)),
+    Case("three_channels", (9, 3, 5, 6, 64), 24, (3, 3, 3), padding=(0, 1, 2)),
+)
+
+
+def pieces(case: Case, dtype: str) -> int:
+    """Output rows times tiles of 32 columns, which begin at multiples of 16 bytes of x."""
+    rows = case.input[3] + 2 * case.padding[1] - case.kernel[1] + 1
+    columns = case.input[4] + 2 * case.padding[2] - case.kernel[2] + 1
+    step = 16 // SIZES[dtype]
+    first = next(c for c in range(0, -step, -1) if (c - case.padding[2]) % step == 0)
+    return rows * -(-(columns - first) // 32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_hopper_kernel(case: Case, dtype: str) -> None:
+    """Compute capability 9.0 has its own kernel, in builds with code for it."""
+    for precision in ("ieee", "tf32"):
+        found = ask(case, HOPPER, dtype=dtype, precision=precision)
+        assert found.path.name == "fused" and found.wgmma and found.kernel_reason == ""
+        assert found.kernel == "direct convolution with statistics by wgmma"
+        assert found.alignment == 16
+        assert found.workspace == 2 * case.input[0] * pieces(case, dtype) * case.outputs
+    if case.name == "reference":
+        assert 4 * found.workspace < 8 << 20
+    for device in (AMPERE, BLACKWELL, PLAIN_HOPPER):
+        found = ask(case, device, dtype=dtype)
+        assert found.path.name == "fused" and not found.wgmma
+        assert found.kernel == "direct convolution with statistics by mma.sync"
+        assert found.alignment in (SIZES[dtype], 2 * SIZES[dtype])
+        assert (found.kernel_reason != "") == (device is PLAIN_HOPPER)
+    assert found.kernel_reason.startswith("this build has no code for sm_90a; ")
+    assert sentence(found.kernel_reason)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 34), ("float16", 36), ("bfloat16", 33)])
+def test_rows_that_the_hopper_kernel_refuses(dtype: str, width: int) -> None:
+    found = ask(Case("rows", (5, 3, 4, 9, width), 16, (4, 4, 4)), HOPPER, dtype=dtype)
+    assert found.path.name == "fused" and not found.wgmma
+    assert found.kernel.endswith("by mma.sync")
+    assert "a multiple of 16 bytes" in found.kernel_reason
+    assert str(width * SIZES[dtype]) in found.kernel_reason
+
+
+@pytest.mark.parametrize("width", [31, 32])
+def test_the_batch_decides_no_kernel(width: int) -> None:
+    """A sample's bits do not depend on its batch."""
+    for samples in (1, 2, 1023, 10**6, 10**8):
+        case = Case("batch", (samples, 3, 16, 32, width), 16, (4, 4, 4))
+        assert ask(case, HOPPER, dtype="float16").wgmma == (width == 32)
+
+
+def test_counts_beyond_the_hopper_kernel() -> None:
+    """Its items are counted in 32 bits; the portable kernel goes on."""
+    case = Case("tall", (10**6, 1, 1, 10**5, 8), 1, (3, 3, 3), padding=(1, 1, 1))
+    found = ask(case, HOPPER)
+    assert found.path.name == "fused" and not found.wgmma
+    assert found.kernel_reason == "the problem's extents are beyond the wgmma kernel's counts"
+
+
+def test_only_the_fused_path_has_the_hopper_kernel() -> None:
+    for requested in ("two_stage", "eager"):
+        found = ask(WINDOWS[0], HOPPER, requested)
+        assert not found.wgmma and found.kernel_reason == "" and found.workspace == 0
+    strided = Case("strided", (2, 3, 16, 32, 32), 16, (4, 4, 4), stride=(1, 1, 2))
+    found = ask(strided, HOPPER)
+    assert found.path.name == "two_stage" and found.kernel_reason == ""
+
+
+def test_explain_says_why_not_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "loaded_for", lambda device_type: True)
+    monkeypatch.setattr(planner, "_device_facts", lambda *_: PLAIN_HOPPER_FACTS)
+    conv = planner.Convolution((1, 1, 1), (0, 0, 0), (1, 1, 1), 1, "hardswish", "ieee")
+    found = planner._plan.__wrapped__(
+        WINDOWS[0].input, WINDOWS[0].filter, conv, torch.float32, "cuda", 0, "auto"
+    )
+    assert "by mma.sync" in str(found)
+    assert "not wgmma: this build has no code for sm_90a" in str(found)
+
+
 def test_same_problem_same_answer() -> None:
     """Pure functions: nothing is remembered between calls."""
     case, other = CASES[0], CASES[1]
     first = ask(case, HOPPER)
     ask(other, AMPERE)
     again = ask(case, HOPPER)
-    for name in ("path", "backward_path", "reason", "kernel", "chunk_samples", "channels_last"):
+    names = ("path", "backward_path", "reason", "kernel", "chunk_samples", "channels_last")
+    for name in (*names, "wgmma", "kernel_reason", "workspace", "alignment"):
         assert getattr(first, name) == getattr(again, name)
 
 

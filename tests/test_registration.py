@@ -95,7 +95,7 @@ def compiled_arguments(name: str, make: Make) -> tuple[Any, ...]:
         norm = (make(8), 60, 4, 1e-5)
         return (rows(), rows(), rows().abs(), *norm, rows(), rows(), make(8), make(8))
     if name == "_conv_act_moments_out":
-        return (*convolution(make), *plain, rows(), rows(), None)
+        return (*convolution(make), *plain, False, rows(), rows(), None)
     if name == "_conv_act_moments_backward_out":
         grads = convolution(make)
         return (*convolution(make), rows(), rows().abs(), rows(), rows(), *plain, *grads, None)

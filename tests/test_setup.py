@@ -457,8 +457,34 @@ class TestRecipe:
             for pattern in ("plan.cpp", "bindings.cpp", "cpu/*.cpp", "cuda/*.cu")
             for path in (ROOT / "csrc").glob(pattern)
         }
+        assert all("-DCONVNORMPOOL_SM_90A" in s.command for s in steps if s.inputs[0][-3:] == ".cu")
         only_plan = build.recipe_of(build.Decision(None, None, [], {}), tmp_path, outputs, 4).steps
         assert {s.output for s in only_plan if not s.compiles} == {str(outputs[build.PLAN])}
+
+    @pytest.mark.parametrize(
+        ("arches", "hopper"),
+        [(["8.0", "9.0a", "12.0+PTX"], True), (["9.0a+PTX"], True), (["8.0+PTX", "10.0"], False)],
+    )
+    def test_wgmma_kernels(
+        self, arches: list[str], hopper: bool, tmp_path: Path, no_path: Path
+    ) -> None:
+        """They are compiled for 9.0a alone, and where that is not built for not at all."""
+        script(no_path / "c++", 'echo "#define __cplusplus 201703L"')
+        torch = make_torch(tmp_path, "2.11.0")
+        toolkit = toolchain.Toolkit("/bin/nvcc", "13.0", Path("/lib/libcudart.so.13"), ())
+        decision = build.Decision(torch, toolkit, arches, {})
+        outputs = {name: tmp_path / name for name in build.SOURCES}
+        steps = build.recipe_of(decision, tmp_path / "work", outputs, 4).steps
+        cuda = [step for step in steps if step.inputs[0].endswith(".cu")]
+        wgmma = [step for step in cuda if "_wgmma_" in step.inputs[0]]
+        assert len(wgmma) == (4 if hopper else 0)
+        assert all(("-DCONVNORMPOOL_SM_90A" in step.command) == hopper for step in cuda)
+        (link,) = [s for s in steps if s.output == str(outputs[build.CUDA])]
+        assert set(link.inputs) == {step.output for step in cuda}
+        for step in cuda:
+            flags = [word for word in step.command if word.startswith("-gencode")]
+            alone = ["-gencode=arch=compute_90a,code=sm_90a"]
+            assert flags == (alone if step in wgmma else toolchain.arch_flags(arches))
 
 
 def test_information(tmp_path: Path) -> None:
@@ -498,6 +524,13 @@ ptxas info    : Used 40 registers, used 1 barriers, 1024 bytes smem
         done = self.check(tmp_path, self.KERNEL.format(stack=stack, stores=stores))
         assert done.returncode == 1
         assert f"{stack} bytes of stack, {stores} of spill stores" in done.stdout
+
+    @pytest.mark.parametrize(("stores", "status"), [(28, 0), (64, 1)])
+    def test_a_spill_that_is_allowed(self, tmp_path: Path, stores: int, status: int) -> None:
+        config = "WgmmaConfigILNS_12WgmmaOperandE3ELi3ELi4ELi4ELi4ELi3ELi4EEENS_11HardswishFnEEEv"
+        name = f"_ZN12convnormpool29conv_activation_moments_wgmmaINS_11{config}"
+        text = self.KERNEL.format(stack=32, stores=stores).replace("_Z1kIdEvPT_", name)
+        assert self.check(tmp_path, text).returncode == status
 
     def test_a_called_function_counts(self, tmp_path: Path) -> None:
         called = "ptxas info    : Function properties for slow_path\n"

@@ -128,8 +128,8 @@ class Forward {
 
 void conv_act_moments_out(Tensor x, Tensor w, std::optional<Tensor> b, std::vector<int64_t> stride,
                           std::vector<int64_t> padding, std::vector<int64_t> dilation,
-                          int64_t groups, int64_t activation, int64_t /*precision*/, Tensor mean,
-                          Tensor m2, std::optional<Tensor> /*workspace*/) {
+                          int64_t groups, int64_t activation, int64_t /*precision*/, bool /*wgmma*/,
+                          Tensor mean, Tensor m2, std::optional<Tensor> /*workspace*/) {
   check_activation(activation);
   const Geometry g = check_conv(x, w, b, stride, padding, dilation, groups);
   const int64_t rows = g.problem.N * g.problem.K;

@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 
+#include "cuda/conv_activation_moments_wgmma_plan.h"
 #include "cuda/conv_activation_moments_window_map.h"
 #include "problem.h"
 
@@ -90,9 +91,17 @@ inline std::string window_refusal(const Problem& p, int32_t major) {
   return "";
 }
 
-// Floats of workspace that _conv_act_moments_out needs on CUDA.
-inline int64_t conv_act_moments_workspace(const Problem& p) {
-  return p.N * window_pieces(window_geometry_of(p)) * p.K * 2;
+// Floats of workspace that _conv_act_moments_out needs on CUDA: (mean, M2) of each piece.
+inline int64_t conv_act_moments_workspace(const Problem& p, bool wgmma) {
+  const int64_t pieces = wgmma ? wgmma_pieces(p) : window_pieces(window_geometry_of(p));
+  return p.N * pieces * p.K * 2;
+}
+
+// What it needs x to be aligned to, in bytes.
+inline int64_t conv_act_moments_alignment(const Problem& p, bool wgmma) {
+  if (wgmma) return kWgmmaAlignment;
+  const bool pairs = window_kernel(p) == WindowKernel::k4x4x4Channels3ShortRows;
+  return element_size(p.dtype) * (pairs ? kWindowAlignment : 1);
 }
 
 }  // namespace convnormpool

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, reference
-from .planner import Convolution
+from .planner import Convolution, Decision
 
 __all__ = [
     "act_moments",
@@ -20,8 +20,6 @@ __all__ = [
 _compiled = torch.ops.convnormpool
 _ACTIVATION_CODE = {name: code for code, name in enumerate(reference.ACTIVATIONS)}
 _PRECISION_CODE = {"ieee": 0, "tf32": 1}
-# Elements that the fused CUDA kernels load at once.
-_ALIGNMENT = 2
 
 
 def dense(y: Tensor) -> Tensor:
@@ -65,18 +63,20 @@ def conv_act_moments(
     w: Tensor,
     b: Tensor | None,
     conv: Convolution,
-    workspace: int,
+    decision: Decision,
     mean: Tensor,
     m2: Tensor,
 ) -> None:
     """The fused convolution and statistics."""
     x = x.contiguous()
-    if x.is_cuda and x.data_ptr() % (_ALIGNMENT * x.element_size()):
+    if x.data_ptr() % decision.alignment:
+        # Not another kernel: a sample's bits would depend on where it lies in memory.
         x = x.clone()
     _compiled._conv_act_moments_out(
         x, w.contiguous(), _contiguous(b), conv.stride, conv.padding, conv.dilation,
-        conv.groups, _ACTIVATION_CODE[conv.activation], _PRECISION_CODE[conv.precision], mean, m2,
-        mean.new_empty(workspace) if workspace else None,
+        conv.groups, _ACTIVATION_CODE[conv.activation], _PRECISION_CODE[conv.precision],
+        decision.wgmma, mean, m2,
+        mean.new_empty(decision.workspace) if decision.workspace else None,
     )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ _COMPILED = (
     "int count, int num_groups, float eps, Tensor(a!)? grad_mean, Tensor(b!)? grad_m2, "
     "Tensor(c!)? grad_weight, Tensor(d!)? grad_bias) -> ()",
     f"_conv_act_moments_out(Tensor x, Tensor w, Tensor? b, {_CONV}, int activation, "
-    "int precision, Tensor(a!) mean, Tensor(b!) m2, Tensor(c!)? workspace) -> ()",
+    "int precision, bool wgmma, Tensor(a!) mean, Tensor(b!) m2, Tensor(c!)? workspace) -> ()",
     "_conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, Tensor m2, "
     f"Tensor grad_mean, Tensor grad_m2, {_CONV}, int activation, int precision, "
     "Tensor(a!)? dx, Tensor(b!)? dw, Tensor(c!)? db, Tensor(d!)? workspace) -> ()",

@@ -257,7 +257,7 @@ def _conv_act_moments(
     if x.shape[0] == 0:
         return mean, m2
     if decision.path == "fused":
-        _kernels.conv_act_moments(x, w, b, conv, decision.workspace, mean, m2)
+        _kernels.conv_act_moments(x, w, b, conv, decision, mean, m2)
     else:
         _two_stage.forward(x, w, b, conv, decision, mean, m2)
     return mean, m2

@@ -56,8 +56,10 @@ class Decision:
             the three-dimensional one (two_stage on CUDA), 0 where none does.
         workspace: elements of the statistics dtype that the kernel needs beside its results.
         gradient_workspaces: the same for the gradients: of none, x, (w, b), all.
+        wgmma: whether the kernel is that of compute capability 9.0 (fused on CUDA).
+        alignment: bytes to which the kernel needs x aligned; it is copied where it is not.
         reasons: for each path not taken, one sentence why; under "gradients" the same where their
-            path differs from the forward's.
+            path differs from the forward's, under "wgmma" where its kernel could be but is not.
     """
 
     path: str
@@ -70,6 +72,8 @@ class Decision:
     workspace: int
     reasons: Mapping[str, str] = field(default_factory=dict)
     gradient_workspaces: tuple[int, ...] = (0, 0, 0, 0)
+    wgmma: bool = False
+    alignment: int = 1
 
     def gradient_workspace(self, input: bool, parameters: bool) -> int:
         """Elements that the fused gradients need of x, of w or b, or of both."""
@@ -105,6 +109,7 @@ def _device_facts(device_type: str, index: int | None) -> Mapping[str, int]:
         "minor": properties.minor,
         "sm_count": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,
+        "sm_90a": any(arch.startswith("9.0a") for arch in _library.build_constant("CUDA_ARCHES")),
     }
 
 
@@ -166,10 +171,9 @@ def _plan(
     del reasons[found.path.name]
     if found.backward_reason:
         reasons["gradients"] = found.backward_reason
+    if found.kernel_reason:
+        reasons["wgmma"] = found.kernel_reason
     planes = found.chunk_planes if found.chunk_planes < problem.output[0] else None
-    workspace = 0
-    if found.path.name == "fused" and device_type == "cuda":
-        workspace = planner.conv_act_moments_workspace(problem)
     gradient_workspaces: tuple[int, ...] = (0, 0, 0, 0)
     if found.backward_path.name == "fused" and device_type == "cuda":
         gradient_workspaces = tuple(
@@ -178,7 +182,8 @@ def _plan(
         )
     return Decision(
         found.path.name, found.kernel, found.backward_path.name, found.chunk_samples, planes,
-        found.channels_last, found.unfolded_channels, workspace, reasons, gradient_workspaces,
+        found.channels_last, found.unfolded_channels, found.workspace, reasons,
+        gradient_workspaces, found.wgmma, found.alignment,
     )  # fmt: skip
 
 

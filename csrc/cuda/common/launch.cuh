@@ -66,6 +66,23 @@ inline void check_launch(const char* kernel, std::initializer_list<int64_t> shap
   STD_TORCH_CHECK(false, message.str());
 }
 
+// Launches a kernel that may begin while the one before it in the stream ends: it has that one's
+// results after grid_dependency_wait(). check_launch follows, as for every launch.
+template <class... Parameters, class... Arguments>
+void launch_dependent(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
+                      cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
 // A grid of `columns` blocks for each of `rows` rows, which kernels read by grid_row(). y and z are
 // both used, and evenly, because each ends at 65535.
 inline dim3 row_grid(int64_t columns, int64_t rows) {

@@ -1,0 +1,229 @@
+// Operands of the Hopper window kernel into shared memory: the weights once, the input planes
+// through a ring. See conv_activation_moments_wgmma.cuh.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/common/ptx_hopper.cuh"
+#include "cuda/conv_activation_moments_wgmma_config.cuh"
+
+namespace convnormpool {
+
+// Where the box of an item begins, the same for all its planes. kind: 0 for four rows of one
+// sample (a quad), 1 for the rest rows of several samples, -1 for no item.
+struct alignas(16) WgmmaPlace {
+  int w, h, n, kind;
+};
+
+__device__ __forceinline__ WgmmaPlace wgmma_place(const WgmmaParams& p, int index) {
+  const int group = p.by_group.divide(index);
+  int i = index - group * p.group_items;
+  WgmmaPlace place;
+  place.n = group * p.rest_samples;
+  const int left = p.N - place.n, samples = left < p.rest_samples ? left : p.rest_samples;
+  const int quads = samples * p.sample_items;
+  place.kind = i >= quads;
+  int column = i - quads, quad = p.quads;
+  if (place.kind == 0) {
+    const int sample = p.by_sample.divide(i);
+    i -= sample * p.sample_items;
+    column = p.by_quads.divide(i);
+    quad = i - column * p.quads;
+    place.n += sample;
+  }
+  place.h = 4 * quad - p.padding[1];
+  place.w = p.first_column + 32 * column - p.padding[2];
+  return place;
+}
+
+// Which block of four columns row g of a tile stands for. With the pitch of a float row, lanes of
+// one phase of a 16-byte load (two g, four rows) meet eight different groups of four banks.
+template <class Config>
+__device__ __forceinline__ int wgmma_block(int g) {
+  return Config::kFloat ? g / 2 + g % 2 * 4 : g;
+}
+
+// The exponent field of a magnitude's bits; Inf and NaN count as the largest numbers.
+__device__ __forceinline__ int wgmma_exponent_field(uint32_t magnitude) {
+  return min(int(magnitude >> 23), 254);
+}
+
+// 2^e for -126 <= e <= 127.
+__device__ __forceinline__ float wgmma_power_of_two(int e) {
+  return __uint_as_float(uint32_t(e + 127) << 23);
+}
+
+// 2^e for any e of two factors' sum: 0 or Inf where float has no such number.
+__device__ __forceinline__ float wgmma_power_of_two_or_limit(int e) {
+  const int near = min(max(e, -126), 127);
+  return wgmma_power_of_two(near) * wgmma_power_of_two(min(max(e - near, -126), 127));
+}
+
+template <class Config>
+__device__ __forceinline__ float wgmma_weight(const void* w, size_t i) {
+  if constexpr (Config::kFloat) {
+    return static_cast<const float*>(w)[i];
+  } else if constexpr (Config::kOperand == WgmmaOperand::kFloat16) {
+    return __half2float(static_cast<const __half*>(w)[i]);
+  } else {
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(w)[i]);
+  }
+}
+
+// Writes the B operand of channels first .. first + 15; zeros where there is no tap or channel.
+template <class Config>
+__device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned char* shared) {
+  constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
+  int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
+  if constexpr (Config::kSplit) {
+    for (int k = int(threadIdx.x) / 32; k < 16; k += Config::kThreads / 32) {
+      uint32_t amax = 0;
+      for (int i = int(threadIdx.x) % 32; i < kTaps && first + k < p.K; i += 32) {
+        const float value = static_cast<const float*>(p.w)[size_t(first + k) * kTaps + i];
+        amax = max(amax, __float_as_uint(fabsf(value)));
+      }
+      amax = __reduce_max_sync(~0u, amax);
+      // The largest comes to [2^14, 2^15).
+      if (threadIdx.x % 32 == 0) exponents[k] = min(141 - wgmma_exponent_field(amax), 127);
+    }
+    __syncthreads();
+  }
+  constexpr int kDepth = Config::kTf32 ? 8 : 16, kT = Config::kT;
+  constexpr int kOnce = Config::kSteps / (Config::kSplit ? 2 : 1);
+  constexpr int kWeights = kOnce * kDepth * kT * 16;
+#pragma unroll
+  for (int first_weight = 0; first_weight < kWeights; first_weight += Config::kThreads) {
+    const int i = first_weight + int(threadIdx.x);
+    if (i >= kWeights) break;
+    const int k = i % 16, slot = i / 16 % kDepth, kd = i / (16 * kDepth) % kT;
+    const int step = i / (16 * kDepth * kT), ci = step / Config::kStepsPerChannel;
+    const int kh = Config::kTf32 ? slot % 4 : slot % 8 / 2;
+    const int kw =
+        Config::kTf32 ? step % Config::kStepsPerChannel + slot / 4 * 2 : slot / 8 * 2 + slot % 2;
+    float value = 0.f;
+    if (kh < Config::kR && kw < Config::kS && first + k < p.K) {
+      const int tap = ((ci * kT + kd) * Config::kR + kh) * Config::kS + kw;
+      value = wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + tap);
+    }
+    const int byte = slot * Config::kElementBytes / (Config::kSplit ? 2 : 1);
+    unsigned char* to = shared + Config::kWeightOffset + step * Config::kStepBytes +
+                        byte / 16 * Config::kDepthBytes + k / 8 * 128 + k % 8 * 16 + byte % 16;
+    // Each kd has a second block kT on, but for the one that stands last.
+#pragma unroll
+    for (int block = (kT - kd) % kT; block < Config::kBlocks; block += kT) {
+      unsigned char* const at = to + block * 256;
+      if constexpr (Config::kTf32) {
+        *reinterpret_cast<uint32_t*>(at) = round_tf32(__float_as_uint(value));
+      } else if constexpr (Config::kOperand == WgmmaOperand::kBFloat16) {
+        *reinterpret_cast<__nv_bfloat16*>(at) = __float2bfloat16_rn(value);
+      } else if constexpr (Config::kOperand == WgmmaOperand::kFloat16) {
+        *reinterpret_cast<__half*>(at) = __float2half_rn(value);
+      } else {
+        const float scaled = value * wgmma_power_of_two(exponents[k]);
+        const __half high = __float2half_rn(scaled);
+        *reinterpret_cast<__half*>(at) = high;
+        *reinterpret_cast<__half*>(at + kOnce * Config::kStepBytes) =
+            __float2half_rn(scaled - __half2float(high));
+      }
+    }
+  }
+}
+
+// The ring of one warpgroup: kStages planes of its items in shared memory. A stage is filled again
+// as soon as all its warps have read it, with the plane kStages later.
+template <class Config>
+struct WgmmaRing {
+  const WgmmaParams& p;
+  const TensorMap* const quad_map;
+  const TensorMap* const rest_map;
+  const int group;
+  // The stage of the plane that was read last, and the parity of its barrier's phase.
+  int stage = Config::kStages - 1;
+  uint32_t parity = 1;
+  int item = 0;  // counts this warpgroup's items
+
+  // Called by all threads of the warpgroup.
+  __device__ __forceinline__ WgmmaRing(const WgmmaParams& params, const TensorMap* quads,
+                                       const TensorMap* rests, int g)
+      : p(params), quad_map(quads), rest_map(rests), group(g) {
+    if (threadIdx.x % 128 == 0 && exists(0)) {
+      const WgmmaPlace at = wgmma_place(p, index(0));
+      *place(0) = at;
+      for (int i = 0; i < Config::kStages; ++i) copy(at, i, i);
+    }
+    __syncwarp();
+    meet();
+  }
+
+  // The warpgroups take the items of their block in turn. Not kept: registers are short.
+  __device__ __forceinline__ int block_items() const {
+    return p.share + (int(blockIdx.x) < p.extra);
+  }
+  __device__ __forceinline__ bool exists(int i) const {
+    return i * Config::kWarpgroups + group < block_items();
+  }
+  __device__ __forceinline__ int index(int i) const {
+    return int(blockIdx.x) * p.share + min(int(blockIdx.x), p.extra) + i * Config::kWarpgroups +
+           group;
+  }
+
+  // The barrier of this warpgroup.
+  __device__ __forceinline__ void meet() const { barrier_sync(Config::kGroupBarrier + group, 128); }
+
+  // Of the item counted `i`: the current one, the next or the one before.
+  __device__ __forceinline__ WgmmaPlace* place(int i) const {
+    return reinterpret_cast<WgmmaPlace*>(dynamic_shared_memory() + Config::kPlaceOffset) +
+           4 * group + i % 4;
+  }
+  __device__ __forceinline__ uint32_t base() const {
+    return shared_address(dynamic_shared_memory());
+  }
+  __device__ __forceinline__ uint32_t full(int i) const {
+    return base() + uint32_t(Config::kBarrierOffset + (group * Config::kStages + i) * 8);
+  }
+  __device__ __forceinline__ uint32_t stage_address(int i) const {
+    return base() + uint32_t(Config::kStageOffset + (group * Config::kStages + i) * p.stage_bytes);
+  }
+
+  __device__ __forceinline__ void copy(const WgmmaPlace& at, int to, int plane) const {
+    const bool rest = at.kind != 0;
+    mbarrier_arrive_expect(full(to), uint32_t(rest ? p.rest_bytes : p.quad_bytes));
+    tensor_copy(stage_address(to), rest ? rest_map : quad_map, full(to), at.w, at.h,
+                plane - p.padding[0], 0, at.n);
+  }
+
+  // Writes down where the item after this one is: during its first plane, before the last kStages.
+  __device__ __forceinline__ void announce() {
+    if (threadIdx.x % 128 == 96) {
+      WgmmaPlace at{0, 0, 0, -1};
+      if (exists(item + 1)) at = wgmma_place(p, index(item + 1));
+      *place(item + 1) = at;
+    }
+    __syncwarp();
+  }
+
+  // Fills the stage of plane `index`, which all warps have read. The warps take turns.
+  __device__ __forceinline__ void refill(int index) {
+    if (int(threadIdx.x % 128) == stage % 4 * 32) {
+      const int plane = index + Config::kStages;
+      const bool next = plane >= p.planes;
+      const WgmmaPlace at = *place(next ? item + 1 : item);
+      if (at.kind >= 0) copy(at, stage, next ? plane - p.planes : plane);
+    }
+    __syncwarp();
+  }
+
+  // Waits until the next plane is there; its stage is then `stage`.
+  __device__ __forceinline__ void next() {
+    if (++stage == Config::kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+    mbarrier_wait(full(stage), parity);
+  }
+
+  __device__ __forceinline__ uint32_t offset() const { return uint32_t(stage * p.stage_bytes); }
+};
+
+}  // namespace convnormpool

@@ -1,0 +1,467 @@
+// The sweep of the Hopper window kernel: one thread's windows, fragments, accumulators and sums
+// while its warpgroup goes through the planes of an item. See conv_activation_moments_wgmma.cuh.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstring>
+
+#include "cuda/common/activation.cuh"
+#include "cuda/common/ptx_hopper.cuh"
+#include "cuda/common/reduce.cuh"
+#include "cuda/conv_activation_moments_wgmma_config.cuh"
+#include "cuda/conv_activation_moments_wgmma_stage.cuh"
+
+namespace convnormpool {
+
+template <class Config, class Act>
+struct WgmmaSweep {
+  static constexpr int kT = Config::kT, kC = Config::kC, kS = Config::kS;
+  static constexpr bool kOrdered = Config::kOverlap == WgmmaOverlap::kOrdered;
+
+  WgmmaRing<Config>& ring;
+  const Act act;
+
+  float acc[2][8 * kT];
+  uint32_t a[2][Config::kSteps][4];
+  uint32_t window[kC][Config::kWindowWords];
+  float bias[4], reset[4], pivot[4], sum[4], square[4];
+  // kSplit: x is scaled by 2^exponent, an output is an accumulator times unscale.
+  float unscale[4];
+  int exponent;
+  // Where this lane's windows stand: + stage offset + channel * channel_bytes. Lanes that stand for
+  // rows the filter lacks read zeros, which have no stages and no channels.
+  uint32_t address, channel_bytes;
+  int first_column;  // of this lane's outputs
+
+  __device__ __forceinline__ WgmmaSweep(WgmmaRing<Config>& r, const Act& activation)
+      : ring(r), act(activation) {}
+
+  static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
+  static __device__ __forceinline__ int warp() { return int(threadIdx.x) % 128 / 32; }
+
+  // Which of the item's samples this warp's row is from.
+  __device__ __forceinline__ int sample_of(int kind) const {
+    return kind == 0 || ring.p.rest > 2 ? 0 : ring.p.rest == 2 ? warp() / 2 : warp();
+  }
+  // Its row of that sample; where the item has three, the fourth warp works on the first again.
+  __device__ __forceinline__ int row_of(int kind, int sample) const {
+    return kind == 0 ? warp() : ring.p.rest == 3 ? warp() % 3 : warp() - sample * ring.p.rest;
+  }
+
+  __device__ __forceinline__ void begin() {
+    const WgmmaParams& p = ring.p;
+    const WgmmaPlace at = *ring.place(ring.item);
+    const int rows = (at.kind == 0 ? 4 : p.rest) + Config::kR - 1;
+    const int sample = sample_of(at.kind), block = wgmma_block<Config>(lane() / 4);
+    channel_bytes = uint32_t(rows * Config::kPitch);
+    address = ring.stage_address(0) + uint32_t(sample * kC) * channel_bytes +
+              uint32_t((row_of(at.kind, sample) + lane() % 4) * Config::kPitch +
+                       block * 4 * Config::kElementBytes);
+    first_column = at.w + p.padding[2] + 4 * block;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = square[i] = pivot[i] = 0.f;
+  }
+
+  __device__ __forceinline__ void load_window() {
+    const bool tap = Config::kR == 4 || lane() % 4 < Config::kR;
+#pragma unroll
+    for (int ci = 0; ci < kC; ++ci) {
+      uint32_t at = address + ring.offset() + uint32_t(ci) * channel_bytes;
+      if (!tap) at = shared_address(dynamic_shared_memory() + Config::kZeroOffset);
+      if constexpr (Config::kFloat) {
+        uint32_t low[4], high[4];
+        load_shared(low, at);
+        load_shared(high, at + 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) window[ci][i] = low[i], window[ci][i + 4] = high[i];
+      } else {
+        uint32_t low[2], high[2];
+        load_shared(low, at);
+        load_shared(high, at + 8);
+        window[ci][0] = low[0], window[ci][1] = low[1];
+        window[ci][2] = high[0], window[ci][3] = high[1];
+      }
+    }
+  }
+
+  // The registers of a 16-bit step from four words that hold x[0 .. 7]: the pairs that begin at
+  // first .. first + 3. Where the filter has no kw the pair's half is zero.
+  __device__ __forceinline__ void pairs(uint32_t (&to)[4], const uint32_t (&words)[4], int first) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = first + i;
+      uint32_t pair = words[at / 2];
+      if (at % 2 == 1) pair = __byte_perm(words[at / 2], words[at / 2 + 1], 0x5432);
+      const int taps = kS - i / 2 * 2;
+      to[i] = taps >= 2 ? pair : taps == 1 ? pair & 0xFFFFu : 0u;
+    }
+  }
+
+  template <int kTile>
+  __device__ __forceinline__ void build(int ci, const uint32_t (&words)[Config::kWindowWords]) {
+    if constexpr (Config::kTf32) {
+#pragma unroll
+      for (int j = 0; j < Config::kStepsPerChannel; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          a[kTile][ci * Config::kStepsPerChannel + j][i] =
+              j + i / 2 * 2 < kS ? round_tf32(words[2 * kTile + j + i]) : 0u;
+        }
+      }
+    } else if constexpr (Config::kSplit) {
+      uint32_t high[4], low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) high[i] = words[i], low[i] = words[4 + i];
+      pairs(a[kTile][ci], high, 2 * kTile);
+      pairs(a[kTile][kC + ci], low, 2 * kTile);
+    } else {
+      pairs(a[kTile][ci], words, 2 * kTile);
+    }
+  }
+
+  // kSplit: the eight floats of a window become four words of high and four words of low halves.
+  __device__ __forceinline__ void split(uint32_t (&words)[Config::kWindowWords]) {
+    const float scale = wgmma_power_of_two(exponent);
+    uint32_t low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x0 = __uint_as_float(words[2 * i]) * scale;
+      const float x1 = i == 3 ? 0.f : __uint_as_float(words[2 * i + 1]) * scale;
+      const __half2 high = __floats2half2_rn(x0, x1);
+      const float2 back = __half22float2(high);
+      const __half2 rest = __floats2half2_rn(x0 - back.x, x1 - back.y);
+      memcpy(&words[i], &high, 4);
+      memcpy(&low[i], &rest, 4);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[4 + i] = low[i];
+  }
+
+  // kSplit: chooses the scale of the plane in `window`, for each four lanes that share rows of A.
+  // The largest magnitude comes to 2^12 at first; the scale stays until a plane would pass 2^15 or
+  // stay below 1. Up it goes by no more than 2^24 a plane: sums of a plane that much larger leave
+  // the accumulators before they could overflow.
+  template <bool kFirst>
+  __device__ __forceinline__ void choose_scale() {
+    float largest = 0.f;
+#pragma unroll
+    for (int ci = 0; ci < kC; ++ci) {
+#pragma unroll
+      for (int i = 0; i < 7; ++i) largest = fmaxf(largest, fabsf(__uint_as_float(window[ci][i])));
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    const uint32_t bits = __float_as_uint(largest);
+    const int field = wgmma_exponent_field(bits);
+    const int fitting = min(139 - field, 127);
+    if constexpr (kFirst) {
+      set_exponent(fitting);
+    } else {
+      const bool unfit = uint32_t(field - 127 + exponent) > 14u && bits != 0;
+      if (__any_sync(~0u, unfit)) {
+        const int next = unfit ? min(fitting, exponent + 24) : exponent, change = next - exponent;
+        const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
+#pragma unroll
+        for (int i = 0; i < 8 * kT; ++i) {
+          scale_accumulator(acc[0][i], factor);
+          scale_accumulator(acc[1][i], factor);
+        }
+        set_exponent(next);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void set_exponent(int e) {
+    const int* exponents =
+        reinterpret_cast<const int*>(dynamic_shared_memory() + Config::kExponentOffset);
+    exponent = e;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      unscale[i] =
+          wgmma_power_of_two_or_limit(-(e + exponents[i / 2 * 8 + lane() % 4 * 2 + i % 2]));
+    }
+  }
+
+  // The fragments of the plane in `window`; kFirst: of an item.
+  template <bool kFirst>
+  __device__ __forceinline__ void fragments() {
+    if constexpr (Config::kSplit) choose_scale<kFirst>();
+#pragma unroll
+    for (int ci = 0; ci < kC; ++ci) {
+      if constexpr (Config::kSplit) split(window[ci]);
+      build<0>(ci, window[ci]);
+      build<1>(ci, window[ci]);
+    }
+  }
+
+  // One step of one tile into slots 0 .. kCount - 1 for planes p = kPhase mod T.
+  template <int kTile, int kPhase, int kCount>
+  __device__ __forceinline__ void step(int fragment, int weight_step) {
+    constexpr int kStart = (kT - kPhase) % kT;
+    const uint32_t weights = wgmma_operand(
+        shared_address(dynamic_shared_memory() + Config::kWeightOffset), Config::kDepthBytes);
+    const uint32_t b = weights + uint32_t(weight_step * Config::kStepBytes + kStart * 256) / 16;
+    wgmma<Config::kType, 16 * kCount>(acc[kTile], a[kTile][fragment], b);
+  }
+
+  template <int kTile, int kPhase, int kCount>
+  __device__ __forceinline__ void multiply() {
+    if constexpr (Config::kSplit) {
+#pragma unroll
+      for (int ci = 0; ci < kC; ++ci) {
+        step<kTile, kPhase, kCount>(kC + ci, ci);
+        step<kTile, kPhase, kCount>(ci, kC + ci);
+      }
+#pragma unroll
+      for (int ci = 0; ci < kC; ++ci) step<kTile, kPhase, kCount>(ci, ci);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Config::kSteps; ++i) step<kTile, kPhase, kCount>(i, i);
+    }
+  }
+
+  __device__ __forceinline__ float output(float accumulated, int channel) const {
+    return Config::kSplit ? fmaf(accumulated, unscale[channel], bias[channel]) : accumulated;
+  }
+
+  // The sums are shifted by the first output of the row, the same for all lanes of a channel.
+  template <int kSlot>
+  __device__ __forceinline__ void choose_pivot() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float y = act.value(output(acc[0][8 * kSlot + i / 2 * 4 + i % 2], i));
+      pivot[i] = __shfl_sync(~0u, y, lane() % 4);
+    }
+  }
+
+  // Adds a finished plane of one tile to the sums and resets its slot.
+  template <int kTile, int kSlot>
+  __device__ __forceinline__ void finish(bool counted) {
+    if (counted) {
+      float y[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        y[i] = output(acc[kTile][8 * kSlot + i % 4 / 2 * 4 + i / 4 * 2 + i % 2], i % 4);
+      }
+      transform(act, y, [](const auto& function, float v, int) { return function.value(v); });
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float shifted[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) shifted[i] = y[4 * half + i] - pivot[i];
+        add_moments_if(sum, square, shifted, first_column + 2 * kTile + half, ring.p.Q);
+      }
+    }
+    clear<kTile, kSlot>();
+  }
+
+  template <int kTile, int kSlot>
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      set_accumulator(acc[kTile][8 * kSlot + i], reset[i / 4 * 2 + i % 2]);
+    }
+  }
+
+  // Waits until every warp of the warpgroup has read its windows of this plane, so that the stage
+  // may be filled again, and where warpgroups take turns until it is this one's turn to issue.
+  __device__ __forceinline__ void release() {
+    if constexpr (kOrdered) {
+      take_turn();
+    } else {
+      ring.meet();
+    }
+  }
+
+  __device__ __forceinline__ void take_turn() {
+    barrier_sync(Config::kTurnBarrier + ring.group, 256);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if constexpr (kOrdered) {
+      barrier_arrive(Config::kTurnBarrier + (ring.group + 1) % Config::kWarpgroups, 256);
+    }
+  }
+
+  __device__ __forceinline__ void next_window() {
+    ring.next();
+    load_window();
+  }
+
+  // Plane p = kPhase mod T of the item into slots 0 .. kCount - 1; z = p - T + 1 is the output
+  // plane that it finishes, if kFinish. kMayBegin: p or z may be 0; kEnd: z may be past the last
+  // one. more: another plane of the item follows. On entry and, where more, on return the plane's
+  // fragments are in `a`.
+  template <int kPhase, int kCount, bool kFinish, bool kMayBegin, bool kEnd>
+  __device__ __forceinline__ void plane(int p, bool more) {
+    constexpr int kSlot = (kPhase + 1) % kT;
+    const int z = p - (kT - 1);
+    const bool counted = !kEnd || z < ring.p.Z;
+    release();
+    pin_fragments(a[0]);
+    pin_fragments(a[1]);
+    wgmma_fence();
+    multiply<0, kPhase, kCount>();
+    multiply<1, kPhase, kCount>();
+    wgmma_commit();
+    pass_turn();
+    ring.refill(p);
+    if constexpr (kMayBegin) {
+      if (p == 0) {
+        ring.announce();
+        if (ring.item > 0) write(ring.item - 1);
+      }
+    }
+    wgmma_wait<0>();
+    pin_accumulators(acc[0]);
+    pin_accumulators(acc[1]);
+    if (more) next_window();
+    if constexpr (kFinish) {
+      if constexpr (kMayBegin || kEnd) {
+        if (z == 0) choose_pivot<kSlot>();
+      }
+      finish<0, kSlot>(counted);
+      finish<1, kSlot>(counted);
+    }
+    if (more) fragments<false>();
+  }
+
+  // The planes that come before the first finished one, from p = kPlane on.
+  template <int kPlane>
+  __device__ __forceinline__ void head() {
+    if constexpr (kPlane < kT - 1) {
+      plane<kPlane, kPlane + 1, false, kPlane == 0, false>(kPlane, true);
+      head<kPlane + 1>();
+    }
+  }
+
+  // Planes that overlap all T slots: T at a time from p = T - 1 on, below `last`.
+  template <int kOffset>
+  __device__ __forceinline__ bool body(int& p, int last) {
+    if constexpr (kOffset < kT) {
+      constexpr int kPhase = (kT - 1 + kOffset) % kT;
+      // Where few planes are made more (wgmma_params), these too can be past the last output.
+      constexpr bool kEnd = Config::kStages + 1 >= 2 * kT;
+      plane<kPhase, kT, true, kOffset == 0, kEnd>(p, kT > 1 || p + 1 < last);
+      if (++p == last) return false;
+      return body<kOffset + 1>(p, last);
+    } else {
+      return true;
+    }
+  }
+
+  // Plane `index` after the last that overlaps T outputs, where outputs mod T is the residue, has
+  // live slots from tail_low on, cyclic. Its wgmmas cover slots 0 .. tail_width - 1: ptxas copies
+  // all accumulators where one begins at another slot.
+  static __host__ __device__ constexpr int tail_low(int residue, int index) {
+    return (residue + index + 1) % kT;
+  }
+  static __host__ __device__ constexpr int tail_width(int residue, int index) {
+    const int end = tail_low(residue, index) + kT - 1 - index;
+    return end < kT ? end : kT;
+  }
+  // Whether such a wgmma adds to a slot without an output.
+  static __host__ __device__ constexpr bool tail_spoils(int residue, int slot) {
+    for (int i = 0; i < kT - 1; ++i) {
+      const bool live = (slot - tail_low(residue, i) + kT) % kT < kT - 1 - i;
+      if (!live && slot < tail_width(residue, i)) return true;
+    }
+    return false;
+  }
+
+  template <int kResidue, int kIndex>
+  __device__ __forceinline__ void tail(int p) {
+    if constexpr (kIndex < kT - 1) {
+      plane<(kResidue + kIndex) % kT, tail_width(kResidue, kIndex), true, false, true>(
+          p, kIndex < kT - 2);
+      tail<kResidue, kIndex + 1>(p + 1);
+    } else {
+      restore<kResidue, 0>();
+    }
+  }
+
+  template <int kResidue, int kSlot>
+  __device__ __forceinline__ void restore() {
+    if constexpr (kSlot < kT) {
+      if constexpr (tail_spoils(kResidue, kSlot)) {
+        clear<0, kSlot>();
+        clear<1, kSlot>();
+      }
+      restore<kResidue, kSlot + 1>();
+    }
+  }
+
+  // A whole item, of `outputs` planes of outputs; those past Z - 1 come from planes of zeros.
+  __device__ __forceinline__ void sweep(int outputs) {
+    next_window();
+    fragments<true>();
+    head<0>();
+    int p = kT - 1;
+    if (outputs > p) {
+      while (body<0>(p, outputs)) {
+      }
+    }
+    if constexpr (kT > 1) {
+      const int residue = outputs % kT;
+      if (residue == 0) {
+        tail<0, 0>(p);
+      } else if (residue == 1) {
+        tail<1 % kT, 0>(p);
+      } else if (residue == 2) {
+        tail<2 % kT, 0>(p);
+      } else {
+        tail<3 % kT, 0>(p);
+      }
+    }
+  }
+
+  // Where this lane's sums wait for their item to be written.
+  __device__ __forceinline__ uint32_t kept() const {
+    return ring.base() + uint32_t(Config::kKeptOffset) + threadIdx.x * 48u;
+  }
+  __device__ __forceinline__ void keep() const {
+    store_shared(kept(), sum);
+    store_shared(kept() + 16, square);
+    store_shared(kept() + 32, pivot);
+  }
+
+  // Adds the lanes of a channel and writes the (mean, M2) of an item whose sums were kept: while
+  // the products of the next one's first plane are under way.
+  __device__ __forceinline__ void write(int item) const {
+    const WgmmaParams& p = ring.p;
+    const WgmmaPlace at = *ring.place(item);
+    float sum[4], square[4], pivot[4];
+    load_shared(sum, kept());
+    load_shared(square, kept() + 16);
+    load_shared(pivot, kept() + 32);
+    const bool upper = (lane() & 16) != 0, odd = (lane() & 8) != 0;
+    float s[2], q[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s[i] = upper ? sum[2 + i] : sum[i];
+      q[i] = upper ? square[2 + i] : square[i];
+      s[i] += __shfl_xor_sync(~0u, upper ? sum[i] : sum[2 + i], 16);
+      q[i] += __shfl_xor_sync(~0u, upper ? square[i] : square[2 + i], 16);
+    }
+    float total = (odd ? s[1] : s[0]) + __shfl_xor_sync(~0u, odd ? s[0] : s[1], 8);
+    float squares = (odd ? q[1] : q[0]) + __shfl_xor_sync(~0u, odd ? q[0] : q[1], 8);
+    total += __shfl_xor_sync(~0u, total, 4);
+    squares += __shfl_xor_sync(~0u, squares, 4);
+    const float low = odd ? pivot[1] : pivot[0], high = odd ? pivot[3] : pivot[2];
+    const int tile = (at.w + p.padding[2] - p.first_column) / 32;
+    const float shift = total / (float(p.Z) * float(wgmma_tile_columns(p, tile)));
+    float m2 = squares - total * shift;
+    m2 = m2 < 0.f ? 0.f : m2;
+    m2 = m2 - m2 == 0.f ? m2 : __int_as_float(0x7FFFFFFF);
+    const int sample = sample_of(at.kind), n = at.n + sample;
+    const int row = at.h + p.padding[1] + row_of(at.kind, sample);
+    const int k = int(blockIdx.y) * 16 + (upper ? 8 : 0) + lane() % 4 * 2 + (odd ? 1 : 0);
+    const bool repeated = at.kind != 0 && p.rest == 3 && warp() == 3;
+    if ((lane() & 4) == 0 && !repeated && n < p.N && k < p.K) {
+      const int64_t piece = int64_t(n) * (p.P * p.column_tiles) + row * p.column_tiles + tile;
+      p.partials[piece * p.K + k] = make_float2((upper ? high : low) + shift, m2);
+    }
+  }
+};
+
+}  // namespace convnormpool
