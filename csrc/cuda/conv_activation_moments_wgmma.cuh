@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int k = i / 2 * 8 + sweep.lane() % 4 * 2 + i % 2;
     const bool given = p.b != nullptr && first_channel + k < p.K;
     sweep.bias[i] = given ? wgmma_weight<Config>(p.b, size_t(first_channel + k)) : 0.f;
-    sweep.reset[i] = Config::kSplit ? 0.f : sweep.bias[i];
+    sweep.reset[i] = Config::kFloat ? 0.f : sweep.bias[i];
   }
 #pragma unroll
   for (int i = 0; i < 8 * Config::kT; ++i) {

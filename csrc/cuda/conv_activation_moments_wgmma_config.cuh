@@ -9,7 +9,9 @@
 #include "problem.h"
 
 namespace convnormpool {
-// kSplit: float32 as two float16 halves and three products; w scaled per channel, x per plane.
+// float32 is scaled by powers of two, w per channel, x per output row and plane, and rounded to
+// float16's 11 bits, as many as tf32 has (kTf32), or to the sum of two of them, with three products
+// (kSplit).
 enum class WgmmaOperand { kTf32, kFloat16, kBFloat16, kSplit };
 
 // The tensor cores stay busy by the other warpgroups while one finishes a plane. kFree: in whatever
@@ -31,11 +33,10 @@ struct WgmmaConfig {
   static_assert(kC >= 1 && kC <= 4, "fragments of all channels of a plane in registers");
 
   static constexpr bool kSplit = kOperand == WgmmaOperand::kSplit;
-  static constexpr bool kTf32 = kOperand == WgmmaOperand::kTf32;
-  static constexpr bool kFloat = kTf32 || kSplit;
-  static constexpr WgmmaType kType = kTf32                                 ? WgmmaType::kTf32
-                                     : kOperand == WgmmaOperand::kBFloat16 ? WgmmaType::kBf16
-                                                                           : WgmmaType::kF16;
+  static constexpr bool kFloat = kSplit || kOperand == WgmmaOperand::kTf32;
+  static constexpr int kParts = kSplit ? 2 : 1;  // of an operand
+  static constexpr WgmmaType kType =
+      kOperand == WgmmaOperand::kBFloat16 ? WgmmaType::kBf16 : WgmmaType::kF16;
   static constexpr int kElementBytes = kFloat ? 4 : 2;
   // Elements of a staged row: 35 are needed. The pitch keeps window loads free of bank conflicts.
   static constexpr int kColumns = kFloat ? 36 : 48;
@@ -44,8 +45,7 @@ struct WgmmaConfig {
   // Boxes of tensor copies begin at multiples of this many columns.
   static constexpr int kColumnStep = 16 / kElementBytes;
 
-  static constexpr int kStepsPerChannel = kTf32 && kS > 1 ? 2 : 1;
-  static constexpr int kSteps = kC * kStepsPerChannel * (kSplit ? 2 : 1);
+  static constexpr int kSteps = kC * kParts;
   static constexpr int kBlocks = 2 * kT - 1;
   static constexpr int kDepthBytes = kBlocks * 256;  // a half of a step: 16 bytes of depth
   static constexpr int kStepBytes = 2 * kDepthBytes;

@@ -76,7 +76,7 @@ template <class Config>
 __device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned char* shared) {
   constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
-  if constexpr (Config::kSplit) {
+  if constexpr (Config::kFloat) {
     for (int k = int(threadIdx.x) / 32; k < 16; k += Config::kThreads / 32) {
       uint32_t amax = 0;
       for (int i = int(threadIdx.x) % 32; i < kTaps && first + k < p.K; i += 32) {
@@ -89,33 +89,27 @@ __device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned ch
     }
     __syncthreads();
   }
-  constexpr int kDepth = Config::kTf32 ? 8 : 16, kT = Config::kT;
-  constexpr int kOnce = Config::kSteps / (Config::kSplit ? 2 : 1);
-  constexpr int kWeights = kOnce * kDepth * kT * 16;
+  constexpr int kDepth = 16, kT = Config::kT, kC = Config::kC;
+  constexpr int kWeights = kC * kDepth * kT * 16;
 #pragma unroll
   for (int first_weight = 0; first_weight < kWeights; first_weight += Config::kThreads) {
     const int i = first_weight + int(threadIdx.x);
     if (i >= kWeights) break;
     const int k = i % 16, slot = i / 16 % kDepth, kd = i / (16 * kDepth) % kT;
-    const int step = i / (16 * kDepth * kT), ci = step / Config::kStepsPerChannel;
-    const int kh = Config::kTf32 ? slot % 4 : slot % 8 / 2;
-    const int kw =
-        Config::kTf32 ? step % Config::kStepsPerChannel + slot / 4 * 2 : slot / 8 * 2 + slot % 2;
+    const int ci = i / (16 * kDepth * kT);
+    const int kh = slot % 8 / 2, kw = slot / 8 * 2 + slot % 2;
     float value = 0.f;
     if (kh < Config::kR && kw < Config::kS && first + k < p.K) {
       const int tap = ((ci * kT + kd) * Config::kR + kh) * Config::kS + kw;
       value = wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + tap);
     }
-    const int byte = slot * Config::kElementBytes / (Config::kSplit ? 2 : 1);
-    unsigned char* to = shared + Config::kWeightOffset + step * Config::kStepBytes +
-                        byte / 16 * Config::kDepthBytes + k / 8 * 128 + k % 8 * 16 + byte % 16;
+    unsigned char* to = shared + Config::kWeightOffset + ci * Config::kStepBytes +
+                        slot / 8 * Config::kDepthBytes + k / 8 * 128 + k % 8 * 16 + slot % 8 * 2;
     // Each kd has a second block kT on, but for the one that stands last.
 #pragma unroll
     for (int block = (kT - kd) % kT; block < Config::kBlocks; block += kT) {
       unsigned char* const at = to + block * 256;
-      if constexpr (Config::kTf32) {
-        *reinterpret_cast<uint32_t*>(at) = round_tf32(__float_as_uint(value));
-      } else if constexpr (Config::kOperand == WgmmaOperand::kBFloat16) {
+      if constexpr (Config::kOperand == WgmmaOperand::kBFloat16) {
         *reinterpret_cast<__nv_bfloat16*>(at) = __float2bfloat16_rn(value);
       } else if constexpr (Config::kOperand == WgmmaOperand::kFloat16) {
         *reinterpret_cast<__half*>(at) = __float2half_rn(value);
@@ -123,8 +117,10 @@ __device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned ch
         const float scaled = value * wgmma_power_of_two(exponents[k]);
         const __half high = __float2half_rn(scaled);
         *reinterpret_cast<__half*>(at) = high;
-        *reinterpret_cast<__half*>(at + kOnce * Config::kStepBytes) =
-            __float2half_rn(scaled - __half2float(high));
+        if constexpr (Config::kSplit) {
+          *reinterpret_cast<__half*>(at + kC * Config::kStepBytes) =
+              __float2half_rn(scaled - __half2float(high));
+        }
       }
     }
   }

@@ -26,7 +26,7 @@ struct WgmmaSweep {
   uint32_t a[2][Config::kSteps][4];
   uint32_t window[kC][Config::kWindowWords];
   float bias[4], reset[4], pivot[4], sum[4], square[4];
-  // kSplit: x is scaled by 2^exponent, an output is an accumulator times unscale.
+  // kFloat: x is scaled by 2^exponent, an output is an accumulator times unscale.
   float unscale[4];
   int exponent;
   // Where this lane's windows stand: + stage offset + channel * channel_bytes. Lanes that stand for
@@ -100,50 +100,52 @@ struct WgmmaSweep {
 
   template <int kTile>
   __device__ __forceinline__ void build(int ci, const uint32_t (&words)[Config::kWindowWords]) {
-    if constexpr (Config::kTf32) {
-#pragma unroll
-      for (int j = 0; j < Config::kStepsPerChannel; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          a[kTile][ci * Config::kStepsPerChannel + j][i] =
-              j + i / 2 * 2 < kS ? round_tf32(words[2 * kTile + j + i]) : 0u;
-        }
-      }
-    } else if constexpr (Config::kSplit) {
+    if constexpr (Config::kSplit) {
       uint32_t high[4], low[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) high[i] = words[i], low[i] = words[4 + i];
       pairs(a[kTile][ci], high, 2 * kTile);
       pairs(a[kTile][kC + ci], low, 2 * kTile);
     } else {
-      pairs(a[kTile][ci], words, 2 * kTile);
+      uint32_t four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = words[i];
+      pairs(a[kTile][ci], four, 2 * kTile);
     }
   }
 
-  // kSplit: the eight floats of a window become four words of high and four words of low halves.
-  __device__ __forceinline__ void split(uint32_t (&words)[Config::kWindowWords]) {
+  // kFloat: the eight floats of each window become four words of halves and, when split, four more
+  // of low halves. Returns the largest magnitude as the bits of a half.
+  __device__ __forceinline__ int round_window() {
     const float scale = wgmma_power_of_two(exponent);
-    uint32_t low[4];
+    __half2 largest = __floats2half2_rn(0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x0 = __uint_as_float(words[2 * i]) * scale;
-      const float x1 = i == 3 ? 0.f : __uint_as_float(words[2 * i + 1]) * scale;
-      const __half2 high = __floats2half2_rn(x0, x1);
-      const float2 back = __half22float2(high);
-      const __half2 rest = __floats2half2_rn(x0 - back.x, x1 - back.y);
-      memcpy(&words[i], &high, 4);
-      memcpy(&low[i], &rest, 4);
+    for (int ci = 0; ci < kC; ++ci) {
+      uint32_t (&words)[Config::kWindowWords] = window[ci];
+      uint32_t low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x0 = __uint_as_float(words[2 * i]) * scale;
+        const float x1 = i == 3 ? 0.f : __uint_as_float(words[2 * i + 1]) * scale;
+        const __half2 high = __floats2half2_rn(x0, x1);
+        largest = __hmax2(largest, __habs2(high));
+        memcpy(&words[i], &high, 4);
+        if constexpr (Config::kSplit) {
+          const float2 back = __half22float2(high);
+          const __half2 rest = __floats2half2_rn(x0 - back.x, x1 - back.y);
+          memcpy(&low[i], &rest, 4);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[4 + i] = Config::kSplit ? low[i] : 0u;
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[4 + i] = low[i];
+    return max(int(__half_as_ushort(__low2half(largest))),
+               int(__half_as_ushort(__high2half(largest))));
   }
 
-  // kSplit: chooses the scale of the plane in `window`, for each four lanes that share rows of A.
-  // The largest magnitude comes to 2^12 at first; the scale stays until a plane would pass 2^15 or
-  // stay below 1. Up it goes by no more than 2^24 a plane: sums of a plane that much larger leave
-  // the accumulators before they could overflow.
-  template <bool kFirst>
-  __device__ __forceinline__ void choose_scale() {
+  // The exponent field of the largest magnitude in the loaded windows of the four lanes that share
+  // rows of A; `zero` where there is none.
+  __device__ __forceinline__ int largest_field(int zero) const {
     float largest = 0.f;
 #pragma unroll
     for (int ci = 0; ci < kC; ++ci) {
@@ -152,24 +154,44 @@ struct WgmmaSweep {
     }
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const uint32_t bits = __float_as_uint(largest);
-    const int field = wgmma_exponent_field(bits);
-    const int fitting = min(139 - field, 127);
+    return largest == 0.f ? zero : wgmma_exponent_field(__float_as_uint(largest));
+  }
+
+  // kFloat: rounds the plane in `window`, scaled for each four lanes that share rows of A. The
+  // largest magnitude comes to 2^12 at first; the scale stays until a plane would pass 2^15 or stay
+  // below 1, and then the accumulators follow.
+  template <bool kFirst>
+  __device__ __forceinline__ void scale_window() {
     if constexpr (kFirst) {
-      set_exponent(fitting);
+      set_exponent(min(139 - largest_field(0), 127));
+      round_window();
     } else {
-      const bool unfit = uint32_t(field - 127 + exponent) > 14u && bits != 0;
-      if (__any_sync(~0u, unfit)) {
-        const int next = unfit ? min(fitting, exponent + 24) : exponent, change = next - exponent;
-        const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
-#pragma unroll
-        for (int i = 0; i < 8 * kT; ++i) {
-          scale_accumulator(acc[0][i], factor);
-          scale_accumulator(acc[1][i], factor);
-        }
-        set_exponent(next);
-      }
+      constexpr int kOne = 0x3C00, kMost = 0x7800;  // 1 and 2^15 as halves
+      const int largest = round_window();
+      const bool small = (__ballot_sync(~0u, largest >= kOne) >> (lane() & 28) & 15u) == 0;
+      // Lanes without outputs may see nothing but zeros.
+      if (__any_sync(~0u, (largest >= kMost || small) && first_column < ring.p.Q)) follow();
     }
+  }
+
+  // Chooses the scale anew where the plane needs it. Up it goes by no more than 2^24 a plane: sums
+  // of a plane that much larger leave the accumulators before they could overflow.
+  __device__ __forceinline__ void follow() {
+    load_window();
+    const int field = largest_field(127 - exponent);
+    const bool unfit = uint32_t(field - 127 + exponent) > 14u;
+    const int next = unfit ? min(min(139 - field, 127), exponent + 24) : exponent;
+    const int change = next - exponent;
+    if (__any_sync(~0u, unfit)) {
+      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
+#pragma unroll
+      for (int i = 0; i < 8 * kT; ++i) {
+        scale_accumulator(acc[0][i], factor);
+        scale_accumulator(acc[1][i], factor);
+      }
+      set_exponent(next);
+    }
+    round_window();
   }
 
   __device__ __forceinline__ void set_exponent(int e) {
@@ -186,10 +208,9 @@ struct WgmmaSweep {
   // The fragments of the plane in `window`; kFirst: of an item.
   template <bool kFirst>
   __device__ __forceinline__ void fragments() {
-    if constexpr (Config::kSplit) choose_scale<kFirst>();
+    if constexpr (Config::kFloat) scale_window<kFirst>();
 #pragma unroll
     for (int ci = 0; ci < kC; ++ci) {
-      if constexpr (Config::kSplit) split(window[ci]);
       build<0>(ci, window[ci]);
       build<1>(ci, window[ci]);
     }
@@ -222,7 +243,7 @@ struct WgmmaSweep {
   }
 
   __device__ __forceinline__ float output(float accumulated, int channel) const {
-    return Config::kSplit ? fmaf(accumulated, unscale[channel], bias[channel]) : accumulated;
+    return Config::kFloat ? fmaf(accumulated, unscale[channel], bias[channel]) : accumulated;
   }
 
   // The sums are shifted by the first output of the row, the same for all lanes of a channel.

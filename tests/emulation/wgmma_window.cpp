@@ -43,7 +43,12 @@ Data make_data(const Shape& s, std::mt19937_64& random, double scale = 3, double
 std::vector<double> operand(const std::vector<Element>& v) {
   std::vector<double> out = check::widened(v);
   if constexpr (kOperand == WgmmaOperand::kTf32) {
-    for (double& x : out) x = __uint_as_float(round_tf32(__float_as_uint(float(x))));
+    // 11 bits; a tie to the even one.
+    for (double& x : out) {
+      int exponent = 0;
+      const double mantissa = std::frexp(x, &exponent);
+      x = std::ldexp(std::nearbyint(std::ldexp(mantissa, 11)), exponent - 11);
+    }
   }
   return out;
 }

@@ -35,5 +35,18 @@ inline float2 __half22float2(__half2 v) { return {float(v.x), float(v.y)}; }
 inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
 inline __half __low2half(__half2 v) { return v.x; }
 inline __half __high2half(__half2 v) { return v.y; }
+inline __half2 __habs2(__half2 v) {
+  const auto magnitude = [](__half x) {
+    return __half(__half_raw{static_cast<unsigned short>(x.bits & 0x7FFF)});
+  };
+  return {magnitude(v.x), magnitude(v.y)};
+}
+// The larger; of a number and NaN the number.
+inline __half2 __hmax2(__half2 v, __half2 w) {
+  const auto larger = [](__half x, __half y) {
+    return float(x) != float(x) || float(x) < float(y) ? y : x;
+  };
+  return {larger(v.x, w.x), larger(v.y, w.y)};
+}
 inline float __low2float(__half2 v) { return v.x; }
 inline float __high2float(__half2 v) { return v.y; }
