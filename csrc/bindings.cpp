@@ -81,6 +81,8 @@ PYBIND11_MODULE(_plan, m) {
       .def_readonly("kernel_reason", &Decision::kernel_reason)
       .def_readonly("workspace", &Decision::workspace)
       .def_readonly("alignment", &Decision::alignment)
+      .def_readonly("backward_wgmma", &Decision::backward_wgmma)
+      .def_readonly("backward_kernel_reason", &Decision::backward_kernel_reason)
       .def_readonly("chunk_samples", &Decision::chunk_samples)
       .def_readonly("chunk_planes", &Decision::chunk_planes)
       .def_readonly("channels_last", &Decision::channels_last)
@@ -91,8 +93,11 @@ PYBIND11_MODULE(_plan, m) {
   m.def("act_moments_workspace", &act_moments_workspace);
   m.def(
       "conv_act_moments_backward_workspace",
-      [](const Problem& p, const Device& device, bool input_gradient, bool filter_gradient) {
-        return backward_workspace(p, device.sm_count, input_gradient, filter_gradient).total();
+      [](const Problem& p, const Device& device, bool wgmma, bool input_gradient,
+         bool filter_gradient) {
+        return backward_workspace(p, device.sm_count, wgmma, input_gradient, filter_gradient)
+            .total();
       },
-      py::arg("problem"), py::arg("device"), py::arg("input_gradient"), py::arg("filter_gradient"));
+      py::arg("problem"), py::arg("device"), py::arg("wgmma"), py::arg("input_gradient"),
+      py::arg("filter_gradient"));
 }

@@ -75,11 +75,12 @@
 // _conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, Tensor m2,
 //                                Tensor grad_mean, Tensor grad_m2, int[] stride, int[] padding,
 //                                int[] dilation, int groups, int activation, int precision,
-//                                Tensor(a!)? dx, Tensor(b!)? dw, Tensor(c!)? db,
+//                                bool wgmma, Tensor(a!)? dx, Tensor(b!)? dw, Tensor(c!)? db,
 //                                Tensor(d!)? workspace)
-//   Recomputes y, forms dy as above (m2 bounds it where it is scaled), and writes the wanted ones of dx (x's sizes and dtype), dw
-//   (w's) and db (K,), each rounded once. dx is batch-invariant; dw and db are summed in a fixed
-//   order that does not depend on the number of threads.
+//   Recomputes y, forms dy as above (m2 bounds it where it is scaled), and writes the wanted ones
+//   of dx (x's sizes and dtype), dw (w's) and db (K,), each rounded once. dx is batch-invariant; dw
+//   and db are summed in a fixed order that does not depend on the number of threads. wgmma, the
+//   workspace and x's alignment are the planner's, as above.
 //
 // _to_channels_last_out(Tensor x, Tensor(a!) out)                                      CUDA only
 //   out, a channels-last tensor of x's sizes and dtype, receives contiguous x (N, C, *).

@@ -111,7 +111,12 @@ Decision plan(const Problem& p, const Device& device, std::optional<Path> reques
     d.workspace = conv_act_moments_workspace(p, d.wgmma);
     d.alignment = conv_act_moments_alignment(p, d.wgmma);
     d.backward_reason = backward_refusal(p, device.major, device.minor);
-    if (!d.backward_reason.empty()) d.backward_path = Path::kTwoStage;
+    if (!d.backward_reason.empty()) {
+      d.backward_path = Path::kTwoStage;
+    } else if (wgmma_device(device.major, device.minor)) {
+      d.backward_kernel_reason = wgmma_backward_refusal(p, device.sm_90a);
+      d.backward_wgmma = d.backward_kernel_reason.empty();
+    }
   }
   switch (d.path) {
     case Path::kFused:

@@ -39,6 +39,10 @@ struct Decision {
   std::string kernel_reason;
   int64_t workspace;
   int64_t alignment;
+  // The same of the gradients' kernels. Where they are those of compute capability 9.0, the
+  // forward's is, too, and x must be aligned as for it.
+  bool backward_wgmma;
+  std::string backward_kernel_reason;
   // Two-stage: how many samples a library convolution takes at once, and how many output planes
   // along Z. chunk_planes == Z except on CPU, where big samples are cut into slabs.
   int64_t chunk_samples;

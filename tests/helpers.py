@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convnormpool import _kernels, conv_norm_pool, explain, planner, reference
+from convnormpool import _kernels, conv_norm_pool, explain, ops, planner, reference
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
@@ -347,10 +347,10 @@ def fused_takes(case: Case, tensors: Sequence[Tensor | None]) -> bool:
     return explain(w, x, **case.convolution).path == "fused"
 
 
-def kernel_moments(
-    case: Case, x: Tensor, w: Tensor, b: Tensor | None, precision: str, sm_90a: bool
-) -> tuple[str, Tensor, Tensor]:
-    """Name and moments of the fused CUDA kernel of a build with or without code for sm_90a."""
+def kernel_decision(
+    case: Case, x: Tensor, w: Tensor, precision: str, sm_90a: bool
+) -> tuple[planner.Convolution, planner.Decision]:
+    """The decision for the fused path of a CUDA build with or without code for sm_90a."""
     assert not isinstance(case.padding, str)
     conv = planner.Convolution(
         case.stride, case.padding, case.dilation, case.groups, case.activation, precision
@@ -361,10 +361,53 @@ def kernel_moments(
         decision = planner._plan.__wrapped__(
             tuple(x.shape), tuple(w.shape), conv, x.dtype, "cuda", x.device.index, "fused"
         )
+    return conv, decision
+
+
+def kernel_moments(
+    case: Case, x: Tensor, w: Tensor, b: Tensor | None, precision: str, sm_90a: bool
+) -> tuple[str, Tensor, Tensor]:
+    """Name and moments of the fused CUDA kernel of a build with or without code for sm_90a."""
+    conv, decision = kernel_decision(case, x, w, precision, sm_90a)
     mean = torch.full((len(x), len(w)), math.nan, device=x.device)
     m2 = torch.full_like(mean, math.nan)
     _kernels.conv_act_moments(x, w, b, conv, decision, mean, m2)
     return decision.kernel.rpartition(" ")[2], mean, m2
+
+
+def kernel_gradients(
+    case: Case,
+    tensors: Sequence[Tensor | None],
+    grad_out: Tensor,
+    precision: str,
+    sm_90a: bool,
+    wanted: Sequence[bool] = (True,) * 3,
+) -> tuple[bool, Tensors]:
+    """Whether by wgmma, and the layer's results, x, w and b's gradients by the fused kernels.
+
+    As ``kernel_moments``; of those three the ``wanted`` ones.
+    """
+    x, w, b, gamma, beta = tensors
+    assert x is not None and w is not None
+    _, mean, m2 = kernel_moments(case, x, w, b, precision, sm_90a)
+    y = torch.empty((1, *x.shape[1:]), device="meta")
+    count = F.conv3d(y, w.to("meta", y.dtype), None, **case.convolution)[0, 0].numel()
+    norm = (count, gamma, beta, case.num_groups, case.eps)
+    dtype = str(x.dtype).removeprefix("torch.")
+    out = ops.group_norm_pool(mean, m2, *norm, dtype)[0]
+    grad_mean, grad_m2, *grads = ops.group_norm_pool_backward(
+        grad_out, mean, m2, *norm, (True, gamma is not None, beta is not None)
+    )
+    found = [
+        torch.full_like(t, math.nan) if want and t is not None else None
+        for t, want in zip((x, w, b), wanted, strict=True)
+    ]
+    conv, decision = kernel_decision(case, x, w, precision, sm_90a)
+    _kernels.conv_act_moments_backward(
+        x, w, b, conv, decision, (mean, grad_mean, grad_m2), m2, (found[0], found[1], found[2])
+    )
+    affine = [None if t is None else g for g, t in zip(grads, (gamma, beta), strict=True)]
+    return decision.gradients_wgmma, [out, *found, *affine]
 
 
 def has_wgmma() -> bool:

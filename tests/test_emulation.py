@@ -19,6 +19,8 @@ EMULATION = ROOT / "tests" / "emulation"
 OPERANDS = ("kTf32", "kFloat16", "kBFloat16", "kSplit")
 # (source, kind of operand or none), the longest first.
 PROGRAMS = [
+    *(("wgmma_backward_input", operand) for operand in OPERANDS),
+    *(("wgmma_backward_filter", operand) for operand in OPERANDS),
     *(("window_backward", operand) for operand in OPERANDS),
     *(("wgmma_window", operand) for operand in OPERANDS),
     *(("window", operand) for operand in OPERANDS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ HOPPER = {"cuda": True, "major": 9, "minor": 0, "sm_count": 132, "l2_bytes": 60 
 HOPPER |= {"sm_90a": True}
 PLAIN_HOPPER = HOPPER | {"sm_90a": False}
 AMPERE = {"cuda": True, "major": 8, "minor": 0, "sm_count": 108, "l2_bytes": 40 << 20}
+HOPPER_FACTS = {name: value for name, value in HOPPER.items() if name != "cuda"}
 PLAIN_HOPPER_FACTS = {name: value for name, value in PLAIN_HOPPER.items() if name != "cuda"}
 BLACKWELL = HOPPER | {"major": 10, "sm_count": 148}
 DEVICES: dict[str, dict[str, Any]] = {
@@ -27,14 +29,18 @@ DEVICES: dict[str, dict[str, Any]] = {
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def ask(case: Case, device: dict[str, Any], requested: str | None = None, **more: str) -> Any:
+def problem_of(case: Case, dtype: str, precision: str) -> Any:
     assert plan is not None and not isinstance(case.padding, str)
-    problem = plan.Problem(
+    return plan.Problem(
         input=case.input, filter=case.filter, stride=case.stride, padding=case.padding,
-        dilation=case.dilation, groups=case.groups,
-        dtype=getattr(plan.DType, more.get("dtype", "float32")),
-        precision=getattr(plan.Precision, more.get("precision", "ieee")),
+        dilation=case.dilation, groups=case.groups, dtype=getattr(plan.DType, dtype),
+        precision=getattr(plan.Precision, precision),
     )  # fmt: skip
+
+
+def ask(case: Case, device: dict[str, Any], requested: str | None = None, **more: str) -> Any:
+    assert plan is not None
+    problem = problem_of(case, more.get("dtype", "float32"), more.get("precision", "ieee"))
     path = None if requested is None else getattr(plan.Path, requested)
     return plan.plan(problem, plan.Device(**device), path)
 
@@ -140,11 +146,57 @@ def test_hopper_kernel(case: Case, dtype: str) -> None:
     assert sentence(found.kernel_reason)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_hopper_gradients(case: Case, dtype: str) -> None:
+    """They have kernels of their own there, whose sums and dx in float wait in the workspace."""
+    assert plan is not None
+    n, channels, *extents = case.input
+    rows = case.input[3] + 2 * case.padding[1] - case.kernel[1] + 1
+    tiles = -(-case.outputs // 16)
+    for precision in ("ieee", "tf32"):
+        found = ask(case, HOPPER, dtype=dtype, precision=precision)
+        assert found.backward_path.name == "fused"
+        assert found.backward_wgmma and found.backward_kernel_reason == ""
+        columns = pieces(case, dtype) // rows
+        blocks = min(n * columns * -(-rows // 4), max(1, HOPPER["sm_count"] // tiles))
+        warpgroups = 2 if (dtype, precision) == ("float32", "ieee") else 3
+        sums = tiles * blocks * warpgroups * 16 * (math.prod(case.filter[1:]) + 4)
+        rounded = tiles > 1 and dtype != "float32"
+        total = n * channels * math.prod(extents) if rounded else 0
+        wanted = [(False, False), (True, False), (False, True), (True, True)]
+        assert [workspace(case, dtype, precision, *w) for w in wanted] == [
+            0, total, sums, total + sums,
+        ]  # fmt: skip
+    for device in (AMPERE, BLACKWELL, PLAIN_HOPPER):
+        found = ask(case, device, dtype=dtype)
+        assert not found.backward_wgmma
+        assert (found.backward_kernel_reason != "") == (device is PLAIN_HOPPER)
+
+
+def workspace(case: Case, dtype: str, precision: str, input: bool, filter: bool) -> int:
+    """What the gradients by wgmma need."""
+    assert plan is not None
+    size: int = plan.conv_act_moments_backward_workspace(
+        problem_of(case, dtype, precision), plan.Device(**HOPPER), True, input, filter
+    )
+    return size
+
+
+def test_gradients_beyond_the_hopper_kernel() -> None:
+    """Planes of x beyond 32-bit counts: the forward is by wgmma, the gradients are not."""
+    case = Case("plane", (1, 1, 3, 1 << 16, 1 << 15), 1, (3, 3, 3))
+    found = ask(case, HOPPER)
+    assert found.wgmma and found.backward_path.name == "fused" and not found.backward_wgmma
+    assert "beyond the counts of the gradients by wgmma" in found.backward_kernel_reason
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 34), ("float16", 36), ("bfloat16", 33)])
 def test_rows_that_the_hopper_kernel_refuses(dtype: str, width: int) -> None:
     found = ask(Case("rows", (5, 3, 4, 9, width), 16, (4, 4, 4)), HOPPER, dtype=dtype)
-    assert found.path.name == "fused" and not found.wgmma
+    assert found.path.name == "fused" and not found.wgmma and not found.backward_wgmma
     assert found.kernel.endswith("by mma.sync")
+    assert found.backward_kernel_reason == found.kernel_reason
     assert "a multiple of 16 bytes" in found.kernel_reason
     assert str(width * SIZES[dtype]) in found.kernel_reason
 
@@ -176,13 +228,21 @@ def test_only_the_fused_path_has_the_hopper_kernel() -> None:
 
 def test_explain_says_why_not_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_library, "loaded_for", lambda device_type: True)
-    monkeypatch.setattr(planner, "_device_facts", lambda *_: PLAIN_HOPPER_FACTS)
     conv = planner.Convolution((1, 1, 1), (0, 0, 0), (1, 1, 1), 1, "hardswish", "ieee")
-    found = planner._plan.__wrapped__(
-        WINDOWS[0].input, WINDOWS[0].filter, conv, torch.float32, "cuda", 0, "auto"
-    )
-    assert "by mma.sync" in str(found)
-    assert "not wgmma: this build has no code for sm_90a" in str(found)
+
+    def explained(case: Case, facts: dict[str, Any]) -> str:
+        monkeypatch.setattr(planner, "_device_facts", lambda *_: facts)
+        problem = (case.input, case.filter, conv, torch.float32, "cuda", 0, "auto")
+        return str(planner._plan.__wrapped__(*problem))
+
+    text = explained(WINDOWS[0], PLAIN_HOPPER_FACTS)
+    assert "by mma.sync" in text and "gradients" not in text
+    assert "not wgmma: this build has no code for sm_90a" in text
+    text = explained(WINDOWS[0], HOPPER_FACTS)
+    assert "statistics by wgmma\ngradients by wgmma\n" in text and "not wgmma" not in text
+    text = explained(Case("plane", (1, 1, 3, 1 << 16, 1 << 15), 1, (3, 3, 3)), HOPPER_FACTS)
+    assert "statistics by wgmma\n" in text
+    assert "\nnot gradients by wgmma: the problem's extents are beyond" in text
 
 
 def test_same_problem_same_answer() -> None:
@@ -192,7 +252,8 @@ def test_same_problem_same_answer() -> None:
     ask(other, AMPERE)
     again = ask(case, HOPPER)
     names = ("path", "backward_path", "reason", "kernel", "chunk_samples", "channels_last")
-    for name in (*names, "wgmma", "kernel_reason", "workspace", "alignment"):
+    names += ("wgmma", "kernel_reason", "workspace", "alignment")
+    for name in (*names, "backward_wgmma", "backward_kernel_reason"):
         assert getattr(first, name) == getattr(again, name)
 
 

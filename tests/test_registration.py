@@ -97,8 +97,8 @@ def compiled_arguments(name: str, make: Make) -> tuple[Any, ...]:
     if name == "_conv_act_moments_out":
         return (*convolution(make), *plain, False, rows(), rows(), None)
     if name == "_conv_act_moments_backward_out":
-        grads = convolution(make)
-        return (*convolution(make), rows(), rows().abs(), rows(), rows(), *plain, *grads, None)
+        moments = (rows(), rows().abs(), rows(), rows())
+        return (*convolution(make), *moments, *plain, False, *convolution(make), None)
     # x or its gradient (N, C, D, H, W) and its planes, for a filter of 3 along the depth.
     x, planes = make(2, 3, 6, 4, 5), make(2, 6, 4, 5, 12).contiguous()
     if name == "_to_channels_last_out":

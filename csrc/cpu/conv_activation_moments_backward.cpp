@@ -307,7 +307,7 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
                                    Tensor m2, Tensor grad_mean, Tensor grad_m2,
                                    std::vector<int64_t> stride, std::vector<int64_t> padding,
                                    std::vector<int64_t> dilation, int64_t groups,
-                                   int64_t activation, int64_t /*precision*/,
+                                   int64_t activation, int64_t /*precision*/, bool /*wgmma*/,
                                    std::optional<Tensor> dx, std::optional<Tensor> dw,
                                    std::optional<Tensor> db, std::optional<Tensor> /*workspace*/) {
   check_activation(activation);

@@ -3,6 +3,9 @@
 #include <vector>
 
 #include "cuda/conv_activation_moments_backward_launch.cuh"
+#ifdef CONVNORMPOOL_SM_90A
+#include "cuda/conv_activation_moments_backward_wgmma_launch.cuh"
+#endif
 
 namespace convnormpool {
 namespace {
@@ -37,6 +40,34 @@ void launch_backward_of(const Problem& p, const BackwardLaunch& launch) {
   }
 }
 
+#ifdef CONVNORMPOOL_SM_90A
+constexpr bool kWgmmaCompiled = true;
+
+template <WgmmaOperand kOperand>
+void launch_wgmma_gradient(const WgmmaBackwardLaunch& launch, bool input_gradient) {
+  if (input_gradient) {
+    launch_wgmma_input<kOperand>(launch);
+  } else {
+    launch_wgmma_filter<kOperand>(launch);
+  }
+}
+
+void launch_wgmma_gradient_of(const WgmmaBackwardLaunch& launch, bool input_gradient) {
+  switch (launch.problem.dtype) {
+    case DType::kFloat16:
+      return launch_wgmma_gradient<WgmmaOperand::kFloat16>(launch, input_gradient);
+    case DType::kBFloat16:
+      return launch_wgmma_gradient<WgmmaOperand::kBFloat16>(launch, input_gradient);
+    default:
+      return launch.problem.precision == Precision::kTf32
+                 ? launch_wgmma_gradient<WgmmaOperand::kTf32>(launch, input_gradient)
+                 : launch_wgmma_gradient<WgmmaOperand::kSplit>(launch, input_gradient);
+  }
+}
+#else
+constexpr bool kWgmmaCompiled = false;
+#endif
+
 // out[k, i], of `length` elements a channel, from `count` partial sums of each tile.
 void sum_partials(const float* partial, int64_t count, int64_t K, int64_t length,
                   const TypedPointer& out, cudaStream_t stream) {
@@ -63,9 +94,9 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
                                    Tensor m2, Tensor grad_mean, Tensor grad_m2,
                                    std::vector<int64_t> stride, std::vector<int64_t> padding,
                                    std::vector<int64_t> dilation, int64_t groups,
-                                   int64_t activation, int64_t precision, std::optional<Tensor> dx,
-                                   std::optional<Tensor> dw, std::optional<Tensor> db,
-                                   std::optional<Tensor> workspace) {
+                                   int64_t activation, int64_t precision, bool wgmma,
+                                   std::optional<Tensor> dx, std::optional<Tensor> dw,
+                                   std::optional<Tensor> db, std::optional<Tensor> workspace) {
   const Problem p = problem_of(x, w, stride, padding, dilation, groups, precision);
   check_activation(activation);
   const DeviceScope scope(x);
@@ -74,7 +105,12 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
-  const std::string refusal = backward_refusal(p, major, minor);
+  std::string refusal = backward_refusal(p, major, minor);
+  if (refusal.empty() && wgmma) {
+    STD_TORCH_CHECK(wgmma_device(major, minor),
+                    "the gradients by wgmma need compute capability 9.0, not ", major, '.', minor);
+    refusal = wgmma_backward_refusal(p, kWgmmaCompiled);
+  }
   STD_TORCH_CHECK(refusal.empty(), refusal);
   const int64_t taps = p.C * p.T * p.R * p.S;
   check_dense(x, "x", p.N * p.C * p.D * p.H * p.W, x);
@@ -99,7 +135,14 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
     zero(db, scope.stream());
     return;
   }
-  const BackwardWorkspace floats = backward_workspace(p, sm_count, input_gradient, filter_gradient);
+  if (wgmma) {
+    STD_TORCH_CHECK(aligned_to(x.data_ptr(), kWgmmaAlignment), "x must be aligned to ",
+                    kWgmmaAlignment, " bytes");
+    STD_TORCH_CHECK(!dx || aligned_to(dx->data_ptr(), kWgmmaAlignment), "dx must be aligned to ",
+                    kWgmmaAlignment, " bytes");
+  }
+  const BackwardWorkspace floats =
+      backward_workspace(p, sm_count, wgmma, input_gradient, filter_gradient);
   float* space = nullptr;
   if (floats.total() > 0) {
     STD_TORCH_CHECK(workspace.has_value(), "workspace is missing");
@@ -107,46 +150,61 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
                     " elements, not ", workspace->numel());
     check_statistics(*workspace, "workspace", workspace->numel(), DType::kFloat32, x);
     space = static_cast<float*>(workspace->data_ptr());
+    STD_TORCH_CHECK(aligned_to(space, kWgmmaAlignment), "workspace must be aligned to ",
+                    kWgmmaAlignment, " bytes");
   }
+  float* const filter_partial = space + floats.dx_sum;
+  float* const bias_partial = filter_partial + floats.filter;
+  const auto statistics = [](const Tensor& t) { return static_cast<const float*>(t.data_ptr()); };
+  const void* const bias = b ? b->data_ptr() : nullptr;
 
-  BackwardLaunch launch{window_kernel(p), {}, false, false, 0, activation, scope.stream()};
-  BackwardParameters& parameters = launch.parameters;
-  parameters.x = x.data_ptr();
-  parameters.w = w.data_ptr();
-  parameters.bias = b ? b->data_ptr() : nullptr;
-  parameters.mean = static_cast<const float*>(mean.data_ptr());
-  parameters.grad_mean = static_cast<const float*>(grad_mean.data_ptr());
-  parameters.grad_m2 = static_cast<const float*>(grad_m2.data_ptr());
-  parameters.dx = dx_out.data;
-  parameters.filter_partial = space;
-  parameters.bias_partial = space + floats.filter;
-  parameters.dx_sum = p.dtype == DType::kFloat32 ? static_cast<float*>(dx_out.data)
-                                                 : space + floats.filter + floats.bias;
-  parameters.N = static_cast<int32_t>(p.N);
-  const auto run = [&](bool input, bool filter) {
-    launch.input_gradient = input;
-    launch.filter_gradient = filter;
-    launch.blocks = backward_blocks(p, sm_count, input, filter);
-    parameters.geometry = backward_geometry_of(p, input, filter);
-    launch_backward_of(p, launch);
-  };
-  const bool in_one = backward_in_one(p, input_gradient, filter_gradient);
-  if (in_one) {
-    run(true, true);
-  } else {
-    if (filter_gradient) run(false, true);
-    if (input_gradient) run(true, false);
+#ifdef CONVNORMPOOL_SM_90A
+  if (wgmma) {
+    const WgmmaBackwardLaunch launch{p,
+                                     x.data_ptr(),
+                                     w.data_ptr(),
+                                     bias,
+                                     statistics(mean),
+                                     statistics(m2),
+                                     statistics(grad_mean),
+                                     statistics(grad_m2),
+                                     dx_out.data,
+                                     space,
+                                     filter_partial,
+                                     bias_partial,
+                                     activation,
+                                     sm_count,
+                                     scope.stream()};
+    if (filter_gradient) launch_wgmma_gradient_of(launch, false);
+    if (input_gradient) launch_wgmma_gradient_of(launch, true);
+  }
+#endif
+  if (!wgmma) {
+    BackwardLaunch launch{window_kernel(p), {}, false, 0, activation, scope.stream()};
+    BackwardParameters& parameters = launch.parameters;
+    parameters.x = x.data_ptr();
+    parameters.w = w.data_ptr();
+    parameters.bias = bias;
+    parameters.mean = statistics(mean);
+    parameters.grad_mean = statistics(grad_mean);
+    parameters.grad_m2 = statistics(grad_m2);
+    parameters.dx = dx_out.data;
+    parameters.dx_sum = p.dtype == DType::kFloat32 ? static_cast<float*>(dx_out.data) : space;
+    parameters.filter_partial = filter_partial;
+    parameters.bias_partial = bias_partial;
+    parameters.N = static_cast<int32_t>(p.N);
+    for (const bool input : {false, true}) {
+      if (!(input ? input_gradient : filter_gradient)) continue;
+      launch.input_gradient = input;
+      launch.blocks = backward_blocks(p, sm_count, input);
+      parameters.geometry = backward_geometry_of(p, input);
+      launch_backward_of(p, launch);
+    }
   }
   if (!filter_gradient) return;
-  const BackwardWarps warps = backward_warps(backward_is_split(p), in_one, true);
-  const int64_t blocks = backward_blocks(p, sm_count, in_one, true);
-  if (dw) {
-    sum_partials(parameters.filter_partial, blocks * warps.filter, p.K, taps, dw_out,
-                 scope.stream());
-  }
-  if (db) {
-    sum_partials(parameters.bias_partial, blocks * warps.rows, p.K, 1, db_out, scope.stream());
-  }
+  const BackwardSums sums = backward_sums(p, sm_count, wgmma);
+  if (dw) sum_partials(filter_partial, sums.filter, p.K, taps, dw_out, scope.stream());
+  if (db) sum_partials(bias_partial, sums.bias, p.K, 1, db_out, scope.stream());
 }
 
 }  // namespace

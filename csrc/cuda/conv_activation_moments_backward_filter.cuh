@@ -87,16 +87,16 @@ struct FilterWarp {
 
   // Adds one output row's share: the input plane of step `at`, and the output planes whose taps
   // meet it, the newest in slot `newest`.
-  __device__ __forceinline__ void add(const BackwardGeometry& g, const typename Config::Cursor& at,
-                                      uint32_t input, int input_exponent, uint32_t gradients,
-                                      int newest, const int* exponents, int lane) {
+  __device__ __forceinline__ void add(const BackwardCursor& at, uint32_t input, int input_exponent,
+                                      uint32_t gradients, int newest, const int* exponents,
+                                      int lane) {
     int change[T];
     if constexpr (Config::kScaled) {
       int lowest = exponent;
 #pragma unroll
       for (int kd = 0; kd < T; ++kd) {
         change[kd] = input_exponent + exponents[slot_before(newest, kd)];
-        if (counts(g, at, kd)) lowest = min(lowest, change[kd]);
+        if (counts(at, kd)) lowest = min(lowest, change[kd]);
       }
       if (lowest < exponent) lower_exponent(lowest);
     }
@@ -112,7 +112,7 @@ struct FilterWarp {
     }
 #pragma unroll
     for (int kd = 0; kd < T; ++kd) {
-      if (!counts(g, at, kd)) continue;
+      if (!counts(at, kd)) continue;
       uint32_t a[kSteps][kParts][4];
 #pragma unroll
       for (int i = 0; i < kSteps * kParts; ++i) {
@@ -120,16 +120,6 @@ struct FilterWarp {
         ldmatrix_x4(a[step][part], gradients + slot_before(newest, kd) * Config::kGradientBytes +
                                        part * Config::kGradientPartBytes +
                                        2 * step * kBackwardTileBytes + 16 * lane);
-        if constexpr (Config::kInputGradient && Config::kGeneral) {
-          // The first columns belong to the segment before: outputs 0 to S - 2 are the first ones
-          // of the tiles, which lanes with lane % 4 = 0 hold in the low halves.
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if (lane % 4 == 0 && 2 * step + j / 2 < at.piece(g).own_column) {
-              a[step][part][j] &= 0xFFFF0000u;
-            }
-          }
-        }
       }
       if constexpr (Config::kScaled) {
         if (change[kd] != exponent) scale_down(a, exponent - change[kd]);
@@ -141,10 +131,9 @@ struct FilterWarp {
   __device__ __forceinline__ static int slot_before(int newest, int kd) {
     return newest - kd < 0 ? newest - kd + Config::kGradientSlots : newest - kd;
   }
-  __device__ __forceinline__ static bool counts(const BackwardGeometry& g,
-                                                const typename Config::Cursor& at, int kd) {
+  __device__ __forceinline__ static bool counts(const BackwardCursor& at, int kd) {
     const int plane = at.step - kd;
-    return plane >= at.piece(g).own_plane && plane < at.planes(g);
+    return plane >= 0 && plane < at.piece.planes;
   }
 
   // partial (16, C T R S)

@@ -8,11 +8,11 @@
 
 namespace convnormpool {
 
-// Everything that crosses to a launch. The geometry is that of the wanted gradients.
+// Everything that crosses to a launch. The geometry is that of the gradient.
 struct BackwardLaunch {
-  WindowKernel kernel;  // the filter's form; with short rows or without is decided here
+  WindowKernel kernel;  // the filter's form; the rows' does not matter here
   BackwardParameters parameters;
-  bool input_gradient, filter_gradient;
+  bool input_gradient;  // or else the filter's
   int64_t blocks;
   int64_t activation;
   cudaStream_t stream;
@@ -41,22 +41,17 @@ void launch_backward_kernel(const BackwardLaunch& launch,
   }
 }
 
-template <WindowOperand kOperand, int T, int R, int S, int C, bool General, class Fn>
+template <WindowOperand kOperand, int kExtent, int C, class Fn>
 void launch_backward_wanted(const BackwardLaunch& launch, const Fn& fn) {
   constexpr bool kSplit = kOperand == WindowOperand::kSplit;
-  constexpr BackwardWarps kInput = backward_warps(kSplit, true, false);
-  constexpr BackwardWarps kFilter = backward_warps(kSplit, false, true);
-  constexpr BackwardWarps kBoth = backward_warps(kSplit, true, true);
-  if (launch.input_gradient && launch.filter_gradient) {
-    launch_backward_kernel<BackwardConfig<T, R, S, C, kOperand, Fn, General, true, true, kBoth.rows,
-                                          kBoth.filter, kBoth.blocks_per_sm>>(launch, fn);
-  } else if (launch.input_gradient) {
-    launch_backward_kernel<BackwardConfig<T, R, S, C, kOperand, Fn, General, true, false,
-                                          kInput.rows, 0, kInput.blocks_per_sm>>(launch, fn);
+  constexpr BackwardWarps kInput = backward_warps(kSplit, true);
+  constexpr BackwardWarps kFilter = backward_warps(kSplit, false);
+  if (launch.input_gradient) {
+    launch_backward_kernel<BackwardConfig<kExtent, kExtent, kExtent, C, kOperand, Fn, kInput.rows,
+                                          kInput.filter, kInput.blocks_per_sm>>(launch, fn);
   } else {
-    launch_backward_kernel<BackwardConfig<T, R, S, C, kOperand, Fn, General, false, true,
-                                          kFilter.rows, kFilter.filter, kFilter.blocks_per_sm>>(
-        launch, fn);
+    launch_backward_kernel<BackwardConfig<kExtent, kExtent, kExtent, C, kOperand, Fn, kFilter.rows,
+                                          kFilter.filter, kFilter.blocks_per_sm>>(launch, fn);
   }
 }
 
@@ -66,14 +61,11 @@ void launch_backward(const BackwardLaunch& launch) {
     switch (launch.kernel) {
       case WindowKernel::k4x4x4Channels3ShortRows:
       case WindowKernel::k4x4x4Channels3:
-        if (backward_is_simple(launch.parameters.geometry)) {
-          return launch_backward_wanted<kOperand, 4, 4, 4, 3, false>(launch, fn);
-        }
-        return launch_backward_wanted<kOperand, 4, 4, 4, 3, true>(launch, fn);
+        return launch_backward_wanted<kOperand, 4, 3>(launch, fn);
       case WindowKernel::k3x3x3Channels1:
-        return launch_backward_wanted<kOperand, 3, 3, 3, 1, true>(launch, fn);
+        return launch_backward_wanted<kOperand, 3, 1>(launch, fn);
       case WindowKernel::k3x3x3Channels3:
-        return launch_backward_wanted<kOperand, 3, 3, 3, 3, true>(launch, fn);
+        return launch_backward_wanted<kOperand, 3, 3>(launch, fn);
       case WindowKernel::kNone:
         break;
     }

@@ -5,11 +5,10 @@
 // A block takes whole pieces and walks each in strips of neighbouring output rows, one row for each
 // of its row warps. It sweeps a strip through the depth one input plane (a step) at a time.
 //
-// With an input gradient, pieces are cut along the input: an input plane needs the output planes up
-// to T - 1 before it, a column those up to S - 1 before, so slabs and segments overlap by that
-// much (the halo), and the filter gradient skips what was counted elsewhere. Rows need no halo:
-// strips follow each other, and what a strip adds to the rows below it is carried on. The cut
-// depends on the problem alone.
+// For the input's gradient pieces are cut along the input: an input plane needs the output planes
+// up to T - 1 before it, a column those up to S - 1 before, so slabs and segments overlap by that
+// much (the halo). Rows need no halo: strips follow each other, and what a strip adds to the rows
+// below it is carried on. The cut depends on the problem alone.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +27,7 @@ struct BackwardGeometry {
   int32_t slab_planes, slabs;
   int32_t segments;
   int32_t strip_rows, strips;
-  int32_t halo_planes, halo_columns;  // zero where no input gradient is wanted
+  int32_t halo_planes, halo_columns;  // zero for the filter's gradient
 };
 
 // T, R, S are the filter's extents. Slabs of at most slab_planes planes.
@@ -51,11 +50,6 @@ inline BackwardGeometry backward_geometry(int32_t D, int32_t H, int32_t W, int32
   g.strip_rows = strip_rows;
   g.strips = (g.P + (input_gradient ? R - 1 : 0) + strip_rows - 1) / strip_rows;
   return g;
-}
-
-// Whether a kernel without General takes it: one piece, and no columns beyond the 32nd.
-inline bool backward_is_simple(const BackwardGeometry& g) {
-  return g.slabs == 1 && g.segments == 1 && g.W + g.pad_w <= kBackwardColumns;
 }
 
 CONVNORMPOOL_HOST_DEVICE int32_t backward_pieces(const BackwardGeometry& g) {
@@ -84,52 +78,38 @@ CONVNORMPOOL_HOST_DEVICE BackwardPiece backward_piece(const BackwardGeometry& g,
 // The walk of a block: samples and pieces in turn, strips, steps. Step s of a strip is the input
 // plane z - pad_d + s; it ends output plane z + s - (T - 1) of it, and it is the input plane whose
 // gradient output planes z + s - (T - 1) .. z + s add up to.
-//
-// Without General a sample is one piece: registers are short, and this saves ten for each place in
-// the walk.
-template <bool General>
 struct BackwardCursor {
   int32_t sample, index, strip, step;
-  BackwardPiece stored;
+  BackwardPiece piece;
 
-  CONVNORMPOOL_HOST_DEVICE BackwardPiece piece(const BackwardGeometry& g) const {
-    return General ? stored : BackwardPiece{0, g.Z, 0, 0, 0};
-  }
-  CONVNORMPOOL_HOST_DEVICE int32_t planes(const BackwardGeometry& g) const {
-    return piece(g).planes;
-  }
   CONVNORMPOOL_HOST_DEVICE void begin(const BackwardGeometry& g, int32_t worker) {
-    const int32_t pieces = General ? backward_pieces(g) : 1;
+    const int32_t pieces = backward_pieces(g);
     sample = worker / pieces, index = worker - sample * pieces;
     strip = 0, step = 0;
-    stored = backward_piece(g, index);
+    piece = backward_piece(g, index);
   }
   // Work item `worker` and every `workers`-th after it.
   CONVNORMPOOL_HOST_DEVICE void next(const BackwardGeometry& g, const WindowStride& stride,
                                      int32_t taps) {
-    if (++step < planes(g) + taps - 1) return;
+    if (++step < piece.planes + taps - 1) return;
     step = 0;
     if (++strip < g.strips) return;
     strip = 0;
-    if constexpr (General) {
-      stride.next(sample, index);
-      stored = backward_piece(g, index);
-    } else {
-      sample += stride.samples;
-    }
+    stride.next(sample, index);
+    piece = backward_piece(g, index);
   }
   CONVNORMPOOL_HOST_DEVICE bool first() const { return step == 0; }
   // The input plane of this step.
   CONVNORMPOOL_HOST_DEVICE int32_t plane(const BackwardGeometry& g) const {
-    return piece(g).z - g.pad_d + step;
+    return piece.z - g.pad_d + step;
   }
   CONVNORMPOOL_HOST_DEVICE bool inside(const BackwardGeometry& g) const {
     return plane(g) >= 0 && plane(g) < g.D;
   }
   // Whether this piece is the one that writes the gradient of the step's input plane.
   CONVNORMPOOL_HOST_DEVICE bool owns_plane(const BackwardGeometry& g) const {
-    const int32_t own = piece(g).own_plane;
-    return inside(g) && (!General || (step >= own && step < own + g.slab_planes));
+    const int32_t own = piece.own_plane;
+    return inside(g) && step >= own && step < own + g.slab_planes;
   }
 };
 

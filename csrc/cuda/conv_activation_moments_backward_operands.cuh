@@ -35,22 +35,19 @@ struct BackwardParameters {
   BackwardGeometry geometry;
 };
 
-// General: any problem; without it backward_is_simple(geometry). InputGradient, FilterGradient:
-// what is wanted. RowWarps: rows of a strip. FilterWarps: warps that form the filter's gradient.
-// Blocks: resident on an SM at once.
+// RowWarps: rows of a strip. FilterWarps: warps that form the filter's gradient; with none the
+// kernel is that of the input's. Blocks: resident on an SM at once.
 //
 // float32 operands are scaled by powers of two into fp16, whose 11 bits are tf32's: one half of
 // each for kTf32, two for kSplit.
-template <int T_, int R_, int S_, int C_, WindowOperand Operand, class Activation_, bool General,
-          bool InputGradient, bool FilterGradient, int RowWarps, int FilterWarps, int Blocks>
+template <int T_, int R_, int S_, int C_, WindowOperand Operand, class Activation_, int RowWarps,
+          int FilterWarps, int Blocks>
 struct BackwardConfig {
   static constexpr int T = T_, R = R_, S = S_, C = C_;
   static constexpr WindowOperand kOperand = Operand;
   using ActivationType = Activation_;
-  using Cursor = BackwardCursor<General>;
-  static constexpr bool kGeneral = General;
-  static constexpr bool kInputGradient = InputGradient, kFilterGradient = FilterGradient;
-  static constexpr int kRowWarps = RowWarps, kFilterWarps = FilterGradient ? FilterWarps : 0;
+  static constexpr bool kInputGradient = FilterWarps == 0, kFilterGradient = !kInputGradient;
+  static constexpr int kRowWarps = RowWarps, kFilterWarps = FilterWarps;
   static constexpr int kThreads = 32 * (kRowWarps + kFilterWarps), kBlocksPerSm = Blocks;
 
   static constexpr bool kSplit = Operand == WindowOperand::kSplit;
@@ -63,23 +60,23 @@ struct BackwardConfig {
   static constexpr int kTaps = C * T * R * S;
   static constexpr int kRows = C * R, kUnits = (kRows + 3) / 4;
   static constexpr int kExtraColumns = S - 1;  // staged columns from the 32nd on
-  static constexpr int kExtras = General ? (kRows * kExtraColumns + 31) / 32 : 0;
+  static constexpr int kExtras = (kRows * kExtraColumns + 31) / 32;
   static constexpr int kShifted = kBackwardTiles + S - 1;  // tiles of the input gradient's columns
 
   // Planes kept: the one staged, the one multiplied, and what the filter's gradient, T steps late,
   // still needs.
-  static constexpr int kInputSlots = FilterGradient ? T + 2 : 2;
-  static constexpr int kGradientSlots = FilterGradient ? T + 1 : T;
+  static constexpr int kInputSlots = kFilterGradient ? T + 2 : 2;
+  static constexpr int kGradientSlots = kFilterGradient ? T + 1 : T;
   static constexpr int kUnitBytes = 16 * kBackwardSlots;
   static constexpr int kInputPartBytes = kUnits * kUnitBytes;
   static constexpr int kInputBytes = kParts * kInputPartBytes;
   static constexpr int kGradientPartBytes = kBackwardTiles * kBackwardTileBytes;
   static constexpr int kGradientBytes = kParts * kGradientPartBytes;
   static constexpr int kFragmentBytes = 512;
-  static constexpr int kWeightBytes = InputGradient ? T * S * kParts * kFragmentBytes : 0;
+  static constexpr int kWeightBytes = kInputGradient ? T * S * kParts * kFragmentBytes : 0;
   // Rows of 36 floats: their 16-byte stores then meet no bank twice.
   static constexpr int kSumStride = 36;
-  static constexpr int kSumBytes = InputGradient ? kRows * kSumStride * 4 : 0;
+  static constexpr int kSumBytes = kInputGradient ? kRows * kSumStride * 4 : 0;
   static constexpr int kExponentBytes = 2 * 8 * 4;
   static constexpr int kTermBytes =
       16 * 16;  // of a row warp's channels: bias and what dy is made of
@@ -94,14 +91,14 @@ struct BackwardConfig {
   static constexpr int kCarryOffset = kTermOffset + kRowWarps * kTermBytes;
   // What a strip adds to the R - 1 rows below it, for each input plane of a slab.
   static CONVNORMPOOL_HOST_DEVICE constexpr int shared_bytes(int32_t slab_planes) {
-    const int planes = InputGradient ? slab_planes + T - 1 : 0;
+    const int planes = kInputGradient ? slab_planes + T - 1 : 0;
     return kCarryOffset + (R - 1) * planes * C * kBackwardColumns * 4;
   }
 
   static_assert(S == 3 || S == 4, "eight taps are two columns of four rows");
   static_assert(kInputSlots <= 8 && kGradientSlots <= 8, "exponents are kept for eight planes");
   static_assert(kRows <= 16, "rows (channel, kh) of the input's gradient are one tile of 16");
-  static_assert(!InputGradient || RowWarps >= R - 1, "a strip reaches into the next one alone");
+  static_assert(kFilterGradient || RowWarps >= R - 1, "a strip reaches into the next one alone");
 };
 
 namespace window {
@@ -248,7 +245,7 @@ __device__ __forceinline__ void stage_weights(const BackwardParameters& p, int f
 template <class Config>
 struct BackwardPlane {
   typename Config::Raw row[Config::kRows];
-  typename Config::Raw extra[Config::kExtras > 0 ? Config::kExtras : 1];
+  typename Config::Raw extra[Config::kExtras];
 };
 
 // Loads a warp's planes in the order of the walk.
@@ -261,15 +258,15 @@ struct BackwardLoader {
   int first_column;    // of the staged columns
 
   // Begins a strip: output row `row`.
-  __device__ __forceinline__ void place(const BackwardParameters& p,
-                                        const typename Config::Cursor& at, int row, int lane) {
+  __device__ __forceinline__ void place(const BackwardParameters& p, const BackwardCursor& at,
+                                        int row, int lane) {
     const BackwardGeometry& g = p.geometry;
     const int h = row - g.pad_h;
     live_rows = 0;
     for (int kh = 0; kh < Config::R; ++kh) {
       live_rows |= static_cast<uint32_t>(row < g.P && h + kh >= 0 && h + kh < g.H) << kh;
     }
-    first_column = at.piece(g).q - g.pad_w;
+    first_column = at.piece.q - g.pad_w;
     plane = static_cast<const Raw*>(p.x) +
             ((static_cast<int64_t>(at.sample) * Config::C * g.D + at.plane(g)) * g.H + h) * g.W +
             first_column + lane;

@@ -191,7 +191,7 @@ struct RowWarp {
 
   // The gradient of the plane that is complete, and its place among the operands; the exponent.
   __device__ __forceinline__ int form_gradient(const BackwardParameters& p,
-                                               const typename Config::Cursor& at, int lane,
+                                               const BackwardCursor& at, int lane,
                                                unsigned char* target) {
     const float4 term[2] = {terms[0], terms[8]};
     float v[4 * kTiles];
@@ -202,7 +202,7 @@ struct RowWarp {
           Config::kFloat32 ? fmaf(y, inverse[i % 4 / 2], term[i % 4 / 2].x) : y + term[i % 4 / 2].x;
     }
     // Outputs 4n + t of tile t; n is 2 (lane % 4) and the next. There are none past the row's end.
-    const int first = 8 * (lane % 4), live = p.geometry.Q - at.piece(p.geometry).q - first;
+    const int first = 8 * (lane % 4), live = p.geometry.Q - at.piece.q - first;
     if constexpr (std::is_same_v<typename Config::ActivationType, HardswishFn>) {
       // One choice for both kinds of zero. PyTorch's derivative at most -3 is zero for any
       // gradient.
@@ -228,18 +228,11 @@ struct RowWarp {
       if constexpr (Config::kScaled) largest = fmaxf(largest, fabsf(v[i]));
     }
     if constexpr (Config::kFilterGradient) {
-      if (at.step >= at.piece(p.geometry).own_plane) {
-        float sum[2] = {0.0f, 0.0f};
+      float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int i = 0; i < 4 * kTiles; ++i) {
-          const int column = i / 4 + i % 2 * 4;
-          const bool own =
-              !Config::kInputGradient || first + column >= at.piece(p.geometry).own_column;
-          sum[i % 4 / 2] += own ? v[i] : 0.0f;
-        }
-        bias_gradient[0] += sum[0];
-        bias_gradient[1] += sum[1];
-      }
+      for (int i = 0; i < 4 * kTiles; ++i) sum[i % 4 / 2] += v[i];
+      bias_gradient[0] += sum[0];
+      bias_gradient[1] += sum[1];
     }
     float scale = 1.0f;
     if constexpr (Config::kScaled) {
@@ -277,9 +270,8 @@ struct RowWarp {
 // `newest` and those before it in the slots before. kw shifts by columns: it is the choice of the
 // accumulator tile.
 template <class Config>
-__device__ __forceinline__ void input_gradient(const BackwardParameters& p,
-                                               const typename Config::Cursor& at,
-                                               uint32_t gradients, int newest, const int* exponents,
+__device__ __forceinline__ void input_gradient(const BackwardCursor& at, uint32_t gradients,
+                                               int newest, const int* exponents,
                                                const unsigned char* weights, int weight_exponent,
                                                int lane, float* sums) {
   constexpr int T = Config::T, S = Config::S, kTiles = kBackwardTiles, kParts = Config::kParts;
@@ -291,7 +283,7 @@ __device__ __forceinline__ void input_gradient(const BackwardParameters& p,
 #pragma unroll
   for (int kd = T - 1; kd >= 0; --kd) {
     const int plane = at.step - kd;
-    if (plane < 0 || plane >= at.planes(p.geometry)) continue;
+    if (plane < 0 || plane >= at.piece.planes) continue;
     const int slot = newest - kd < 0 ? newest - kd + Config::kGradientSlots : newest - kd;
     if constexpr (Config::kScaled) {
       const int next = exponents[slot];
@@ -372,9 +364,8 @@ __device__ __forceinline__ void input_gradient(const BackwardParameters& p,
 // strip before left. The first R - 1 row warps then leave the rows below the strip to the next.
 // Rows past the output's last one hold zeros.
 template <class Config>
-__device__ __forceinline__ void sum_rows(const BackwardParameters& p,
-                                         const typename Config::Cursor& at, int warp, int lane,
-                                         const float* sums, float* carry) {
+__device__ __forceinline__ void sum_rows(const BackwardParameters& p, const BackwardCursor& at,
+                                         int warp, int lane, const float* sums, float* carry) {
   using Raw = typename Config::Raw;
   constexpr int R = Config::R, C = Config::C, kRowWarps = Config::kRowWarps;
   const BackwardGeometry& g = p.geometry;
@@ -398,8 +389,8 @@ __device__ __forceinline__ void sum_rows(const BackwardParameters& p,
   for (int kh = R - 1; kh >= 0; --kh) {
     if (kh <= warp) add(sum, kh, -kh);
   }
-  const int h = at.strip * kRowWarps + warp - g.pad_h, w = at.piece(p.geometry).q + lane - g.pad_w;
-  if (h >= 0 && h < g.H && w >= 0 && w < g.W && lane >= at.piece(p.geometry).own_column) {
+  const int h = at.strip * kRowWarps + warp - g.pad_h, w = at.piece.q + lane - g.pad_w;
+  if (h >= 0 && h < g.H && w >= 0 && w < g.W && lane >= at.piece.own_column) {
     const int64_t channel_stride = static_cast<int64_t>(g.D) * g.H * g.W;
     int64_t to = static_cast<int64_t>(at.sample) * C * channel_stride +
                  (static_cast<int64_t>(at.plane(g)) * g.H + h) * g.W + w;

@@ -6,7 +6,7 @@
 // tick every row warp stages its row's input of the next plane, and adds the present one to the T
 // output planes it belongs to, as the forward does. The plane that is then complete becomes dy =
 // (grad_mean / positions + 2 grad_m2 (a(y) - mean)) a'(y), scaled by a power of two and rounded
-// into shared memory. Then
+// into shared memory. Then, one of them in a kernel,
 //
 //   input gradient    the row warp multiplies the last T planes of its dy by the weights: rows
 //                     (channel, kh) x columns, depth (kd, output channel). After the tick's barrier
@@ -19,7 +19,7 @@
 // 48 filter gradient, 64 input gradient, each three times when split.
 //
 // Launch backward_window_kernel<Config> with Config::kThreads threads, shared_bytes(slab_planes)
-// bytes of dynamic shared memory and a grid of (blocks, channel tiles), one tile with an input
+// bytes of dynamic shared memory and a grid of (blocks, channel tiles), one tile for the input's
 // gradient; blocks at most N backward_pieces(). Then sum_backward_kernel for w and for the bias.
 #pragma once
 
@@ -68,11 +68,11 @@ __device__ __forceinline__ void run_row_warp(const BackwardParameters& p,
 
   // Three places in the walk: what is loaded, what is multiplied, and T - 1 ticks later the output
   // plane that is then complete, or past a strip's last one the input plane.
-  typename Config::Cursor loading;
+  BackwardCursor loading;
   loading.begin(g, static_cast<int32_t>(blockIdx.x));
-  typename Config::Cursor now = loading, ended = loading;
+  BackwardCursor now = loading, ended = loading;
   const int64_t plane_stride = static_cast<int64_t>(g.H) * g.W;
-  const bool extras = Config::kGeneral && g.W + g.pad_w > kBackwardColumns;
+  const bool extras = g.W + g.pad_w > kBackwardColumns;
   BackwardLoader<Config> loader;
   BackwardPlane<Config> raw;
   int staged_exponent = 0, staging = 0;
@@ -116,14 +116,14 @@ __device__ __forceinline__ void run_row_warp(const BackwardParameters& p,
       }
       // Planes of padding are multiplied like others, as zeros.
       state.recompute(input_address + slot * Config::kInputBytes, lane,
-                      window_larger(0, now.step - (now.planes(g) - 1)),
+                      window_larger(0, now.step - (now.piece.planes - 1)),
                       window_smaller(T - 1, now.step));
     }
     slot = next_slot(slot, Config::kInputSlots);
     const bool delayed = tick >= T - 1;
     if (delayed) {
       const bool row_lives = ended.strip * Config::kRowWarps + warp < g.P;
-      if (row_lives && ended.step < ended.planes(g)) {
+      if (row_lives && ended.step < ended.piece.planes) {
         const int e =
             state.form_gradient(p, ended, lane, gradients + newest * Config::kGradientBytes);
         if (lane == 0) exponents[8 + newest] = e;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void run_row_warp(const BackwardParameters& p,
           float* const row_sums =
               sums + (buffer * Config::kRowWarps + warp) * (Config::kSumBytes / 4);
           if (ended.strip * Config::kRowWarps + warp < g.P) {
-            input_gradient<Config>(p, ended, gradient_address, newest, exponents + 8,
+            input_gradient<Config>(ended, gradient_address, newest, exponents + 8,
                                    shared + Config::kWeightOffset, weight_exponent, lane, row_sums);
           } else {
             for (int i = lane; i < Config::kSumBytes / 4; i += 32) row_sums[i] = 0.0f;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void run_filter_warp(const BackwardParameters& p,
   const BackwardGeometry& g = p.geometry;
   FilterWarp<Config> state;
   state.begin();
-  typename Config::Cursor at;
+  BackwardCursor at;
   at.begin(g, static_cast<int32_t>(blockIdx.x));
   for (int tick = 0; tick < T; ++tick) __syncthreads();
   int slot = 0, newest = 0;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void run_filter_warp(const BackwardParameters& p,
             row * Config::kGradientSlots * Config::kGradientBytes;
         const int* const exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset +
                                                                   row * Config::kExponentBytes);
-        state.add(g, at, shared_address(input), exponents[slot], shared_address(gradients), newest,
+        state.add(at, shared_address(input), exponents[slot], shared_address(gradients), newest,
                   exponents + 8, lane);
       }
     }
@@ -233,11 +233,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     stage_weights<Config>(p, first, weight_exponent, shared + Config::kWeightOffset);
     __syncthreads();
   }
-  if (!Config::kFilterGradient || warp < Config::kRowWarps) {
-    run_row_warp<Config>(p, activation, stride, warp, lane, weight_exponent, shared);
-  } else {
-    run_filter_warp<Config>(p, stride, warp - Config::kRowWarps, lane, shared);
+  if constexpr (Config::kFilterGradient) {
+    if (warp >= Config::kRowWarps) {
+      run_filter_warp<Config>(p, stride, warp - Config::kRowWarps, lane, shared);
+      return;
+    }
   }
+  run_row_warp<Config>(p, activation, stride, warp, lane, weight_exponent, shared);
 }
 
 }  // namespace convnormpool

@@ -58,6 +58,15 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
+def _aligned(x: Tensor, alignment: int) -> Tensor:
+    """x, or a copy of it, contiguous and aligned to so many bytes.
+
+    Not another kernel instead: a sample's bits would depend on where it lies in memory.
+    """
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % alignment else x
+
+
 def conv_act_moments(
     x: Tensor,
     w: Tensor,
@@ -68,14 +77,10 @@ def conv_act_moments(
     m2: Tensor,
 ) -> None:
     """The fused convolution and statistics."""
-    x = x.contiguous()
-    if x.data_ptr() % decision.alignment:
-        # Not another kernel: a sample's bits would depend on where it lies in memory.
-        x = x.clone()
     _compiled._conv_act_moments_out(
-        x, w.contiguous(), _contiguous(b), conv.stride, conv.padding, conv.dilation,
-        conv.groups, _ACTIVATION_CODE[conv.activation], _PRECISION_CODE[conv.precision],
-        decision.wgmma, mean, m2,
+        _aligned(x, decision.alignment), w.contiguous(), _contiguous(b),
+        conv.stride, conv.padding, conv.dilation, conv.groups, _ACTIVATION_CODE[conv.activation],
+        _PRECISION_CODE[conv.precision], decision.wgmma, mean, m2,
         mean.new_empty(decision.workspace) if decision.workspace else None,
     )  # fmt: skip
 
@@ -85,17 +90,20 @@ def conv_act_moments_backward(
     w: Tensor,
     b: Tensor | None,
     conv: Convolution,
+    decision: Decision,
     moments: tuple[Tensor, Tensor, Tensor],
     m2: Tensor,
     wanted: tuple[Tensor | None, Tensor | None, Tensor | None],
-    workspace: int,
 ) -> None:
     """The fused gradients of (x, w, b), given (mean, grad_mean, grad_m2)."""
     mean, grad_mean, grad_m2 = moments
+    dx, dw, db = wanted
+    workspace = decision.gradient_workspace(dx is not None, dw is not None or db is not None)
+    alignment = decision.alignment if decision.gradients_wgmma else 1
     _compiled._conv_act_moments_backward_out(
-        x.contiguous(), w.contiguous(), _contiguous(b), mean, m2, grad_mean, grad_m2,
+        _aligned(x, alignment), w.contiguous(), _contiguous(b), mean, m2, grad_mean, grad_m2,
         conv.stride, conv.padding, conv.dilation, conv.groups, _ACTIVATION_CODE[conv.activation],
-        _PRECISION_CODE[conv.precision], *wanted,
+        _PRECISION_CODE[conv.precision], decision.gradients_wgmma, dx, dw, db,
         mean.new_empty(workspace) if workspace else None,
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ _COMPILED = (
     "int precision, bool wgmma, Tensor(a!) mean, Tensor(b!) m2, Tensor(c!)? workspace) -> ()",
     "_conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, Tensor m2, "
     f"Tensor grad_mean, Tensor grad_m2, {_CONV}, int activation, int precision, "
-    "Tensor(a!)? dx, Tensor(b!)? dw, Tensor(c!)? db, Tensor(d!)? workspace) -> ()",
+    "bool wgmma, Tensor(a!)? dx, Tensor(b!)? dw, Tensor(c!)? db, Tensor(d!)? workspace) -> ()",
     "_to_channels_last_out(Tensor x, Tensor(a!) out) -> ()",
     "_unfold_depth_out(Tensor x, int filter, int stride, int padding, int dilation, "
     "Tensor(a!) out) -> ()",

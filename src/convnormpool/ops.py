@@ -353,9 +353,8 @@ def _conv_act_moments_backward(
     moments = (mean.contiguous(), grad_mean.contiguous(), grad_m2.contiguous())
     dx, dw, db = (g if mask else None for g, mask in zip(grads, output_mask, strict=True))
     if decision.backward == "fused":
-        workspace = decision.gradient_workspace(dx is not None, dw is not None or db is not None)
         _kernels.conv_act_moments_backward(
-            x, w, b, conv, moments, m2.contiguous(), (dx, dw, db), workspace
+            x, w, b, conv, decision, moments, m2.contiguous(), (dx, dw, db)
         )
     else:
         _two_stage.backward(x, w, b, conv, decision, moments, (dx, dw, db))

@@ -58,8 +58,10 @@ class Decision:
         gradient_workspaces: the same for the gradients: of none, x, (w, b), all.
         wgmma: whether the kernel is that of compute capability 9.0 (fused on CUDA).
         alignment: bytes to which the kernel needs x aligned; it is copied where it is not.
+        gradients_wgmma: as ``wgmma``, of the gradients' kernels.
         reasons: for each path not taken, one sentence why; under "gradients" the same where their
-            path differs from the forward's, under "wgmma" where its kernel could be but is not.
+            path differs from the forward's, under "wgmma" where its kernel could be but is not,
+            under "gradients by wgmma" where that holds for the gradients alone.
     """
 
     path: str
@@ -74,6 +76,7 @@ class Decision:
     gradient_workspaces: tuple[int, ...] = (0, 0, 0, 0)
     wgmma: bool = False
     alignment: int = 1
+    gradients_wgmma: bool = False
 
     def gradient_workspace(self, input: bool, parameters: bool) -> int:
         """Elements that the fused gradients need of x, of w or b, or of both."""
@@ -83,6 +86,8 @@ class Decision:
         lines = [f"{self.path}: {self.kernel}"]
         if self.backward != self.path:
             lines.append(f"gradients by {self.backward}")
+        elif self.gradients_wgmma:
+            lines.append("gradients by wgmma")
         if self.path == "two_stage":
             layout = "channels last" if self.channels_last else "contiguous"
             lines.append(f"chunks of {self.chunk_samples} samples, {layout}")
@@ -173,17 +178,21 @@ def _plan(
         reasons["gradients"] = found.backward_reason
     if found.kernel_reason:
         reasons["wgmma"] = found.kernel_reason
+    elif found.backward_kernel_reason:
+        reasons["gradients by wgmma"] = found.backward_kernel_reason
     planes = found.chunk_planes if found.chunk_planes < problem.output[0] else None
     gradient_workspaces: tuple[int, ...] = (0, 0, 0, 0)
     if found.backward_path.name == "fused" and device_type == "cuda":
         gradient_workspaces = tuple(
-            planner.conv_act_moments_backward_workspace(problem, device, bool(i & 1), bool(i & 2))
+            planner.conv_act_moments_backward_workspace(
+                problem, device, found.backward_wgmma, bool(i & 1), bool(i & 2)
+            )
             for i in range(4)
         )
     return Decision(
         found.path.name, found.kernel, found.backward_path.name, found.chunk_samples, planes,
         found.channels_last, found.unfolded_channels, found.workspace, reasons,
-        gradient_workspaces, found.wgmma, found.alignment,
+        gradient_workspaces, found.wgmma, found.alignment, found.backward_wgmma,
     )  # fmt: skip
 
 

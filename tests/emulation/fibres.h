@@ -279,6 +279,18 @@ __attribute__((no_sanitize("address"))) inline void poison(char* p, size_t bytes
 
 // ---- collectives
 
+// Whether this thread may enter another collective than one that is pending among some of the same
+// threads: other lanes of its warp may, and other warps of its warpgroup.
+inline bool may_differ(const Rendezvous& r, unsigned count, unsigned mask) {
+  const unsigned warp = thread_index() / kWarp * kWarp;
+  if (r.count == kWarp) return count == kWarp ? (r.mask & mask) == 0 : r.first != warp;
+  if (count != kWarp) return false;
+  for (unsigned i = 0; i < kWarp; ++i) {
+    if (r.slots[warp - r.first + i] != nullptr) return false;
+  }
+  return true;
+}
+
 inline void join(const char* name, unsigned first, unsigned count, unsigned mask, void* slot,
                  const std::function<void(void**)>& compute) {
   State& s = state();
@@ -288,7 +300,7 @@ inline void join(const char* name, unsigned first, unsigned count, unsigned mask
     if (r->first >= first + count || r->first + r->count <= first) continue;
     if (r->first == first && r->count == count && r->mask == mask && !strcmp(r->name, name)) {
       meeting = r;
-    } else if (count != kWarp || r->count != kWarp || (r->mask & mask) != 0) {
+    } else if (!may_differ(*r, count, mask)) {
       fail("calls %s (mask %08x) while others wait in %s (mask %08x)", name, mask, r->name,
            r->mask);
     }

@@ -36,6 +36,7 @@ constexpr uint32_t kInFlight = 0x7FABCDEFu;
 struct Wgmma {
   convnormpool::WgmmaType type;
   int columns;
+  bool accumulate;
   uint64_t descriptor;
   float* d;
   const uint32_t* a;
@@ -108,6 +109,7 @@ inline void compute_wgmma(Wgmma** slots, WgmmaState** states) {
       const size_t column = size_t(i) / 4 * 8 + t % 4 * 2 + size_t(i) % 2;
       float* d = slots[t]->d + i;
       auto [entry, fresh] = states[t]->in_flight.try_emplace(d, *d, 0);
+      if (!w.accumulate) entry->second.first = 0.f;
       double sum = double(entry->second.first);
       for (int k = 0; k < depth; ++k) {
         sum +=
@@ -198,6 +200,23 @@ inline void add_moments_if(float (&sum)[4], float (&square)[4], const float (&v)
   }
 }
 
+inline void load_accumulators(float* d, uint32_t address) {
+  float r[4];
+  load_shared(r, address);
+  for (int i = 0; i < 4; ++i) d[i] = r[i];
+}
+
+inline void multiply_beyond(float (&d)[4], const float (&y)[4], float limit, const float (&s)[4],
+                            float edge, uint32_t inside) {
+  for (int i = 0; i < 4; ++i) {
+    if (fabsf(y[i]) >= limit || inside == 0) d[i] = s[i] * edge;
+  }
+}
+
+inline float half_hardswish_derivative(float y, float gate) {
+  return fabsf(y) >= 3.f ? gate * 0.5f : gate - 0.25f;
+}
+
 inline uint32_t wgmma_operand(uint32_t address, uint32_t depth_bytes) {
   if (address % 16 != 0) emu::fail("wgmma: address 0x%x is not aligned", address);
   return (address & 0x3FFFFu) >> 4 | depth_bytes >> 4 << 16;
@@ -231,6 +250,40 @@ void wgmma_wait() {
   state.fenced = false;
 }
 
+namespace emulation {
+
+inline void stmatrix(const char* name, uint32_t row_address, const uint32_t (&r)[4],
+                     bool transposed) {
+  struct Slot {
+    uint32_t address, r[4];
+  } slot{row_address, {r[0], r[1], r[2], r[3]}};
+  emu::warp_collective(name, ~0u, slot, [&](Slot** slots) {
+    for (unsigned i = 0; i < 4; ++i) {
+      uint16_t matrix[8][8];
+      for (unsigned lane = 0; lane < emu::kWarp; ++lane) {
+        const unsigned g = lane / 4, k = lane % 4;
+        const uint32_t pair = slots[lane]->r[i];
+        (transposed ? matrix[2 * k][g] : matrix[g][2 * k]) = uint16_t(pair);
+        (transposed ? matrix[2 * k + 1][g] : matrix[g][2 * k + 1]) = uint16_t(pair >> 16);
+      }
+      for (unsigned row = 0; row < 8; ++row) {
+        const uint32_t address = slots[8 * i + row]->address;
+        if (address % 16 != 0) emu::fail("%s: address 0x%x is not aligned", name, address);
+        memcpy(emu::shared_pointer(address), matrix[row], 16);
+      }
+    }
+  });
+}
+
+}  // namespace emulation
+
+inline void stmatrix_x4(uint32_t row_address, const uint32_t (&r)[4]) {
+  emulation::stmatrix("stmatrix", row_address, r, false);
+}
+inline void stmatrix_x4_trans(uint32_t row_address, const uint32_t (&r)[4]) {
+  emulation::stmatrix("stmatrix.trans", row_address, r, true);
+}
+
 template <int Count>
 void pin_accumulators(float (&)[Count]) {}
 
@@ -240,14 +293,14 @@ void pin_fragments(uint32_t (&)[Count][4]) {}
 inline void set_accumulator(float& d, float value) { d = value; }
 inline void scale_accumulator(float& d, float factor) { d *= factor; }
 
-template <WgmmaType Type, int N>
+template <WgmmaType Type, int N, bool Accumulate = true>
 void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
   auto& state = emu::per_thread<emu::WgmmaState>();
   if (!state.fenced) emu::fail("wgmma without a fence");
   struct Slot {
     emu::Wgmma wgmma;
     emu::WgmmaState* state;
-  } slot{{Type, N, uint64_t{8} << 32 | b, d, a, {a[0], a[1], a[2], a[3]}}, &state};
+  } slot{{Type, N, Accumulate, uint64_t{8} << 32 | b, d, a, {a[0], a[1], a[2], a[3]}}, &state};
   emu::warpgroup_collective("wgmma", slot, [](Slot** slots) {
     emu::Wgmma* wgmmas[emu::kWarpgroup];
     emu::WgmmaState* states[emu::kWarpgroup];

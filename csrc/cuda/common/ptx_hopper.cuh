@@ -49,6 +49,35 @@ __device__ __forceinline__ void load_shared(uint32_t (&r)[2], uint32_t address) 
                : "memory");
 }
 
+// d[0 .. 3] = four floats of shared memory, without new registers: see set_accumulator.
+__device__ __forceinline__ void load_accumulators(float* d, uint32_t address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Stores four 8 × 8 matrices of 16-bit elements: lane 8i + j gives the address of row j of matrix i
+// (16 bytes, aligned); register i of a lane holds elements 2k and 2k + 1 of row g of matrix i.
+__device__ __forceinline__ void stmatrix_x4(uint32_t row_address, const uint32_t (&r)[4]) {
+#if CONVNORMPOOL_HOPPER
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+#endif
+}
+
+// The same with each matrix transposed: register i holds rows 2k and 2k + 1 of column g.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t row_address, const uint32_t (&r)[4]) {
+#if CONVNORMPOOL_HOPPER
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+#endif
+}
+
 // x to nearest even in tf32; NaN and Inf stay. One instruction on Hopper, where adding half a unit
 // to the bits would turn the NaN that GPUs produce (0x7FFFFFFF) into -0.
 __device__ __forceinline__ uint32_t round_tf32(uint32_t x) {
@@ -78,6 +107,48 @@ __device__ __forceinline__ void add_moments_if(float (&sum)[4], float (&square)[
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(square[0]), "+f"(square[1]),
         "+f"(square[2]), "+f"(square[3])
       : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(column), "r"(columns));
+}
+
+// d[i] = s[i] * edge where |y[i]| >= limit or inside is 0: as predicated instructions.
+__device__ __forceinline__ void multiply_beyond(float (&d)[4], const float (&y)[4], float limit,
+                                                const float (&s)[4], float edge, uint32_t inside) {
+  asm("{\n"
+      ".reg .pred outside, beyond;\n"
+      ".reg .f32 size;\n"
+      "setp.eq.u32 outside, %14, 0;\n"
+      "abs.f32 size, %4;\n"
+      "setp.ge.or.f32 beyond, size, %13, outside;\n"
+      "@beyond mul.f32 %0, %8, %12;\n"
+      "abs.f32 size, %5;\n"
+      "setp.ge.or.f32 beyond, size, %13, outside;\n"
+      "@beyond mul.f32 %1, %9, %12;\n"
+      "abs.f32 size, %6;\n"
+      "setp.ge.or.f32 beyond, size, %13, outside;\n"
+      "@beyond mul.f32 %2, %10, %12;\n"
+      "abs.f32 size, %7;\n"
+      "setp.ge.or.f32 beyond, size, %13, outside;\n"
+      "@beyond mul.f32 %3, %11, %12;\n"
+      "}\n"
+      : "+&f"(d[0]), "+&f"(d[1]), "+&f"(d[2]), "+&f"(d[3])
+      : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]), "f"(s[0]), "f"(s[1]), "f"(s[2]), "f"(s[3]),
+        "f"(edge), "f"(limit), "r"(inside));
+}
+
+// Half of hardswish's derivative at y from gate = saturate(y / 6 + 1/2), which is 0 or 1 beyond 3:
+// as a predicated instruction, where the compiler would copy the gate before it.
+__device__ __forceinline__ float half_hardswish_derivative(float y, float gate) {
+  float half;
+  asm("{\n"
+      ".reg .pred beyond;\n"
+      ".reg .f32 magnitude;\n"
+      "abs.f32 magnitude, %1;\n"
+      "setp.ge.f32 beyond, magnitude, 0f40400000;\n"
+      "add.f32 %0, %2, 0fBE800000;\n"
+      "@beyond mul.f32 %0, %2, 0f3F000000;\n"
+      "}\n"
+      : "=&f"(half)
+      : "f"(y), "f"(gate));
+  return half;
 }
 
 // ---- wgmma
@@ -136,58 +207,66 @@ __device__ __forceinline__ void scale_accumulator(float& d, float factor) {
   asm volatile("mul.rn.f32 %0, %0, %1;" : "+f"(d) : "f"(factor));
 }
 
-#define CONVNORMPOOL_D8(i)                                                                    \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define CONVNORMPOOL_D8(mode, i)                                                              \
+  mode(d[i]), mode(d[i + 1]), mode(d[i + 2]), mode(d[i + 3]), mode(d[i + 4]), mode(d[i + 5]), \
+      mode(d[i + 6]), mode(d[i + 7])
 #define CONVNORMPOOL_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)
-#define CONVNORMPOOL_WGMMA(shape, types, tail, registers, a_operands, b_operand, ...)              \
+#define CONVNORMPOOL_WGMMA(shape, types, tail, scale_d, registers, a_operands, b_operand, ...)     \
   asm volatile("{\n.reg .b64 descriptor;\nmov.b64 descriptor, {" b_operand                         \
                ", 8};\n"                                                                           \
                "wgmma.mma_async.sync.aligned." shape ".f32." types " {" registers "}, " a_operands \
-               ", descriptor, 1, 1, 1" tail ";\n}\n"                                               \
+               ", descriptor, " scale_d ", 1, 1" tail ";\n}\n"                                     \
                : __VA_ARGS__                                                                       \
                : CONVNORMPOOL_A)
-#define CONVNORMPOOL_WGMMA_TYPES(n, registers, a_operands, b_operand, ...)                   \
-  if constexpr (Type == WgmmaType::kTf32) {                                                  \
-    CONVNORMPOOL_WGMMA("m64n" n "k8", "tf32.tf32", "", registers, a_operands, b_operand,     \
-                       __VA_ARGS__);                                                         \
-  } else if constexpr (Type == WgmmaType::kF16) {                                            \
-    CONVNORMPOOL_WGMMA("m64n" n "k16", "f16.f16", ", 0", registers, a_operands, b_operand,   \
-                       __VA_ARGS__);                                                         \
-  } else {                                                                                   \
-    CONVNORMPOOL_WGMMA("m64n" n "k16", "bf16.bf16", ", 0", registers, a_operands, b_operand, \
-                       __VA_ARGS__);                                                         \
+#define CONVNORMPOOL_WGMMA_TYPES(n, scale_d, registers, a_operands, b_operand, ...)               \
+  if constexpr (Type == WgmmaType::kTf32) {                                                       \
+    CONVNORMPOOL_WGMMA("m64n" n "k8", "tf32.tf32", "", scale_d, registers, a_operands, b_operand, \
+                       __VA_ARGS__);                                                              \
+  } else if constexpr (Type == WgmmaType::kF16) {                                                 \
+    CONVNORMPOOL_WGMMA("m64n" n "k16", "f16.f16", ", 0", scale_d, registers, a_operands,          \
+                       b_operand, __VA_ARGS__);                                                   \
+  } else {                                                                                        \
+    CONVNORMPOOL_WGMMA("m64n" n "k16", "bf16.bf16", ", 0", scale_d, registers, a_operands,        \
+                       b_operand, __VA_ARGS__);                                                   \
   }
 #define CONVNORMPOOL_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CONVNORMPOOL_R16 CONVNORMPOOL_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CONVNORMPOOL_R24 CONVNORMPOOL_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define CONVNORMPOOL_R32 CONVNORMPOOL_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define CONVNORMPOOL_WGMMA_WIDTHS(mode, scale_d)                                             \
+  if constexpr (N == 16) {                                                                   \
+    CONVNORMPOOL_WGMMA_TYPES("16", scale_d, CONVNORMPOOL_R8, "{%8, %9, %10, %11}", "%12",    \
+                             CONVNORMPOOL_D8(mode, 0));                                      \
+  } else if constexpr (N == 32) {                                                            \
+    CONVNORMPOOL_WGMMA_TYPES("32", scale_d, CONVNORMPOOL_R16, "{%16, %17, %18, %19}", "%20", \
+                             CONVNORMPOOL_D8(mode, 0), CONVNORMPOOL_D8(mode, 8));            \
+  } else if constexpr (N == 48) {                                                            \
+    CONVNORMPOOL_WGMMA_TYPES("48", scale_d, CONVNORMPOOL_R24, "{%24, %25, %26, %27}", "%28", \
+                             CONVNORMPOOL_D8(mode, 0), CONVNORMPOOL_D8(mode, 8),             \
+                             CONVNORMPOOL_D8(mode, 16));                                     \
+  } else {                                                                                   \
+    CONVNORMPOOL_WGMMA_TYPES("64", scale_d, CONVNORMPOOL_R32, "{%32, %33, %34, %35}", "%36", \
+                             CONVNORMPOOL_D8(mode, 0), CONVNORMPOOL_D8(mode, 8),             \
+                             CONVNORMPOOL_D8(mode, 16), CONVNORMPOOL_D8(mode, 24));          \
+  }
 
 // d += a · B, asynchronously, by four warps: a 64 × depth (8 for tf32, 16 for 16 bits) in
 // registers, B depth × N a wgmma_operand, d 64 × N. Warp q of the warpgroup owns rows 16 q .. 16 q
 // + 15; within them a is a fragment of mma_m16n8k8_tf32 or mma_m16n8k16_f16, and d[4 j .. 4 j + 3]
-// is the fragment c of those for columns 8 j .. 8 j + 7.
-template <WgmmaType Type, int N>
+// is the fragment c of those for columns 8 j .. 8 j + 7. Without Accumulate d = a · B.
+template <WgmmaType Type, int N, bool Accumulate = true>
 __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
   static_assert(N == 16 || N == 32 || N == 48 || N == 64, "the widths that are used");
 #if CONVNORMPOOL_HOPPER
-  if constexpr (N == 16) {
-    CONVNORMPOOL_WGMMA_TYPES("16", CONVNORMPOOL_R8, "{%8, %9, %10, %11}", "%12",
-                             CONVNORMPOOL_D8(0));
-  } else if constexpr (N == 32) {
-    CONVNORMPOOL_WGMMA_TYPES("32", CONVNORMPOOL_R16, "{%16, %17, %18, %19}", "%20",
-                             CONVNORMPOOL_D8(0), CONVNORMPOOL_D8(8));
-  } else if constexpr (N == 48) {
-    CONVNORMPOOL_WGMMA_TYPES("48", CONVNORMPOOL_R24, "{%24, %25, %26, %27}", "%28",
-                             CONVNORMPOOL_D8(0), CONVNORMPOOL_D8(8), CONVNORMPOOL_D8(16));
+  if constexpr (Accumulate) {
+    CONVNORMPOOL_WGMMA_WIDTHS("+f", "1");
   } else {
-    CONVNORMPOOL_WGMMA_TYPES("64", CONVNORMPOOL_R32, "{%32, %33, %34, %35}", "%36",
-                             CONVNORMPOOL_D8(0), CONVNORMPOOL_D8(8), CONVNORMPOOL_D8(16),
-                             CONVNORMPOOL_D8(24));
+    CONVNORMPOOL_WGMMA_WIDTHS("=f", "0");
   }
 #endif
 }
 
+#undef CONVNORMPOOL_WGMMA_WIDTHS
 #undef CONVNORMPOOL_R32
 #undef CONVNORMPOOL_R24
 #undef CONVNORMPOOL_R16

@@ -1,0 +1,8 @@
+// The Hopper kernels of the filter and bias gradients with operands of kind float16.
+#include "cuda/conv_activation_moments_backward_wgmma_launch.cuh"
+
+namespace convnormpool {
+
+template void launch_wgmma_filter<WgmmaOperand::kFloat16>(const WgmmaBackwardLaunch&);
+
+}  // namespace convnormpool

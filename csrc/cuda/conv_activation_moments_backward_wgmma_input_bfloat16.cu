@@ -1,0 +1,8 @@
+// The Hopper kernels of the input gradient with operands of kind bfloat16.
+#include "cuda/conv_activation_moments_backward_wgmma_launch.cuh"
+
+namespace convnormpool {
+
+template void launch_wgmma_input<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
+
+}  // namespace convnormpool

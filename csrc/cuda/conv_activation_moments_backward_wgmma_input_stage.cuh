@@ -1,0 +1,226 @@
+// Operands of the Hopper kernel of the input's gradient into shared memory: the weights in their
+// two forms once, the input planes through a ring. See
+// conv_activation_moments_backward_wgmma_input.cuh.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstring>
+
+#include "cuda/common/ptx_hopper.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_input_config.cuh"
+#include "cuda/conv_activation_moments_wgmma_stage.cuh"
+
+namespace convnormpool {
+
+// One of the pieces that a sample is cut into: planes and columns are counted with their padding.
+struct WgmmaInputItem {
+  int n, plane, column;
+  bool first_slab, last_slab, first_segment;
+
+  __device__ __forceinline__ WgmmaInputItem(const WgmmaInputParams& p, int index,
+                                            int segment_step) {
+    const int slice = index / p.segments, segment = index - slice * p.segments;
+    n = slice / p.slabs;
+    const int slab = slice - n * p.slabs;
+    plane = slab * p.slab_step;
+    column = p.first_column + segment * segment_step;
+    first_slab = slab == 0, last_slab = slab + 1 == p.slabs, first_segment = segment == 0;
+  }
+};
+
+// Where the boxes of a quad begin; n < 0: there is none.
+struct alignas(16) WgmmaInputPlace {
+  int w, h, d, n;
+};
+
+// Two values as 16-bit operands or elements.
+template <class Config>
+__device__ __forceinline__ uint32_t wgmma_input_pack(float low, float high) {
+  uint32_t bits;
+  if constexpr (Config::kBFloat16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    memcpy(&bits, &pair, 4);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    memcpy(&bits, &pair, 4);
+  }
+  return bits;
+}
+
+// A value as operand, one part after another, each `part_bytes` on.
+template <class Config>
+__device__ __forceinline__ void wgmma_store_parts(unsigned char* to, float value, int part_bytes) {
+  if constexpr (Config::kBFloat16) {
+    *reinterpret_cast<__nv_bfloat16*>(to) = __float2bfloat16_rn(value);
+  } else {
+    const __half high = __float2half_rn(value);
+    *reinterpret_cast<__half*>(to) = high;
+    if constexpr (Config::kSplit) {
+      *reinterpret_cast<__half*>(to + part_bytes) = __float2half_rn(value - __half2float(high));
+    }
+  }
+}
+
+// Exponents of the weights of channels first .. first + 15, float32 only: of each, and a common one
+// for all. The largest come to [2^14, 2^15).
+template <class Config>
+__device__ void wgmma_input_exponents(const WgmmaInputParams& p, int first, unsigned char* shared) {
+  constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
+  int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
+  if constexpr (Config::kFloat) {
+    for (int k = int(threadIdx.x) / 32; k < 16; k += Config::kThreads / 32) {
+      uint32_t amax = 0;
+      for (int i = int(threadIdx.x) % 32; i < kTaps && first + k < p.K; i += 32) {
+        const float value = static_cast<const float*>(p.w)[size_t(first + k) * kTaps + i];
+        amax = max(amax, __float_as_uint(fabsf(value)));
+      }
+      amax = __reduce_max_sync(~0u, amax);
+      if (threadIdx.x % 32 == 0) exponents[k] = min(141 - wgmma_exponent_field(amax), 127);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      const int least = __reduce_min_sync(~0u, exponents[threadIdx.x % 16]);
+      if (threadIdx.x == 0) exponents[16] = least;
+    }
+  } else {
+    if (threadIdx.x < 17) exponents[threadIdx.x] = 0;
+  }
+  __syncthreads();
+}
+
+// Writes the B operands of channels first .. first + 15; zeros where there is no tap or channel.
+template <class Config>
+__device__ void wgmma_input_weights(const WgmmaInputParams& p, int first, unsigned char* shared) {
+  constexpr int kC = Config::kC, kT = Config::kT, kR = Config::kR, kS = Config::kS;
+  constexpr int kTaps = kC * kT * kR * kS;
+  const int* exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset);
+  const auto load = [&](int k, int ci, int kd, int kh, int kw, int exponent) {
+    if (kh >= kR || kw >= kS || first + k >= p.K) return 0.f;
+    const int tap = ((ci * kT + kd) * kR + kh) * kS + kw;
+    const float value = wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + tap);
+    return Config::kFloat ? value * wgmma_power_of_two(exponent) : value;
+  };
+  for (int i = int(threadIdx.x); i < kC * 16 * kT * 16; i += Config::kThreads) {
+    const int k = i % 16, slot = i / 16 % 16, kd = i / 256 % kT, ci = i / (256 * kT);
+    const float value = load(k, ci, kd, slot % 8 / 2, slot / 8 * 2 + slot % 2, exponents[k]);
+    unsigned char* to = shared + Config::kWeightOffset + ci * Config::kStepBytes +
+                        slot / 8 * Config::kDepthBytes + k / 8 * 128 + k % 8 * 16 + slot % 8 * 2;
+    // Each kd has a second block kT on, but for the one that stands last.
+    for (int block = (kT - kd) % kT; block < Config::kBlocks; block += kT) {
+      wgmma_store_parts<Config>(to + block * 256, value, kC * Config::kStepBytes);
+    }
+  }
+  for (int i = int(threadIdx.x); i < kT * kS * Config::kN * 16; i += Config::kThreads) {
+    const int k = i % 16, n = i / 16 % Config::kN, kw = i / (16 * Config::kN) % kS;
+    const int phase = i / (16 * Config::kN * kS);
+    const int column = n / 8 * 2 + n % 2, slot = column / kC, ci = column % kC, kh = n % 8 / 2;
+    const int kd = (slot - phase + kT) % kT;
+    const float value = slot < kT ? load(k, ci, kd, kh, kw, exponents[16]) : 0.f;
+    unsigned char* to = shared + Config::kTurnedOffset +
+                        (phase * kS + kw) * Config::kParts * Config::kTapBytes +
+                        k / 8 * (Config::kTapBytes / 2) + n * 16 + k % 8 * 2;
+    wgmma_store_parts<Config>(to, value, Config::kTapBytes);
+  }
+}
+
+// The ring of one warpgroup: kStages planes of its quads in shared memory. A stage is filled again
+// as soon as all its warps have read it, with the plane kStages later.
+template <class Config>
+struct WgmmaInputRing {
+  static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
+  static __device__ __forceinline__ int warp() { return int(threadIdx.x) % 128 / 32; }
+
+  const WgmmaInputParams& p;
+  const TensorMap* const map;
+  const int group;
+  // The stage of the plane that was read last, and the parity of its barrier's phase.
+  int stage = Config::kStages - 1;
+  uint32_t parity = 1;
+  int item, quad = 0;  // those in work
+  int turn = 0;        // which of the two places is theirs
+
+  // Called by all threads of the warpgroup.
+  __device__ __forceinline__ WgmmaInputRing(const WgmmaInputParams& params, const TensorMap* m,
+                                            int g)
+      : p(params), map(m), group(g), item(int(blockIdx.x) * Config::kWarpgroups + g) {
+    if (threadIdx.x % 128 == 0 && exists()) {
+      *place(0) = place_of(item, 0);
+      for (int i = 0; i < Config::kStages; ++i) copy(*place(0), i, i);
+    }
+    __syncwarp();
+    meet();
+  }
+
+  __device__ __forceinline__ bool exists() const { return item < p.items; }
+  __device__ __forceinline__ int next_item() const {
+    return item + int(gridDim.x) * Config::kWarpgroups;
+  }
+  __device__ __forceinline__ bool last_quad() const { return quad + 1 == p.quads; }
+  __device__ __forceinline__ bool last() const { return last_quad() && next_item() >= p.items; }
+  __device__ __forceinline__ void next_quad() {
+    if (last_quad()) item = next_item();
+    quad = last_quad() ? 0 : quad + 1;
+    turn ^= 1;
+  }
+
+  __device__ __forceinline__ WgmmaInputPlace place_of(int index, int quad_index) const {
+    if (index >= p.items) return {0, 0, 0, -1};
+    const WgmmaInputItem at(p, index, Config::kSegmentStep);
+    return {at.column - p.padding[2], 4 * quad_index - p.padding[1], at.plane - p.padding[0], at.n};
+  }
+
+  // The barrier of this warpgroup.
+  __device__ __forceinline__ void meet() const { barrier_sync(Config::kGroupBarrier + group, 128); }
+
+  __device__ __forceinline__ WgmmaInputPlace* place(int i) const {
+    return reinterpret_cast<WgmmaInputPlace*>(dynamic_shared_memory() + Config::kPlaceOffset) +
+           2 * group + (turn ^ i);
+  }
+  __device__ __forceinline__ uint32_t base() const {
+    return shared_address(dynamic_shared_memory());
+  }
+  __device__ __forceinline__ uint32_t full(int i) const {
+    return base() + uint32_t(Config::kBarrierOffset + (group * Config::kStages + i) * 8);
+  }
+  __device__ __forceinline__ uint32_t stage_address(int i) const {
+    return base() +
+           uint32_t(Config::kStageOffset + (group * Config::kStages + i) * Config::kStageBytes);
+  }
+
+  __device__ __forceinline__ void copy(const WgmmaInputPlace& at, int to, int plane) const {
+    mbarrier_arrive_expect(full(to), Config::kC * Config::kPitch * (4 + Config::kR - 1));
+    tensor_copy(stage_address(to), map, full(to), at.w, at.h, at.d + plane, 0, at.n);
+  }
+
+  // Writes down where the quad after this one is: during its first plane, before the last kStages.
+  __device__ __forceinline__ void announce() {
+    if (threadIdx.x % 128 == 96) {
+      *place(1) = last_quad() ? place_of(next_item(), 0) : place_of(item, quad + 1);
+    }
+    __syncwarp();
+  }
+
+  // Fills the stage of plane `index`, which all warps have read. The warps take turns.
+  __device__ __forceinline__ void refill(int index) {
+    if (threadIdx.x % 128 == uint32_t(stage) % 4 * 32) {
+      const int plane = index + Config::kStages;
+      const bool next = plane >= p.planes;
+      const WgmmaInputPlace at = *place(next);
+      if (at.n >= 0) copy(at, stage, next ? plane - p.planes : plane);
+    }
+    __syncwarp();
+  }
+
+  // Waits until the next plane is there; its stage is then `stage`.
+  __device__ __forceinline__ void next() {
+    if (++stage == Config::kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+    mbarrier_wait(full(stage), parity);
+  }
+};
+
+}  // namespace convnormpool

@@ -1,0 +1,43 @@
+// Which problems the Hopper kernels of the gradients take, and what memory they need: plain C++,
+// asked by the planner and by the launch, so that both go by the same numbers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "cuda/conv_activation_moments_wgmma_plan.h"
+#include "problem.h"
+
+namespace convnormpool {
+
+// Of a block of the filter's gradient, each of which has sums of its own.
+constexpr int64_t wgmma_filter_warpgroups(bool split) { return split ? 2 : 3; }
+
+// At least so many columns and planes lie between neighbouring pieces of the input's gradient.
+constexpr int64_t kWgmmaInputLeastStep = 24;
+
+// Why they do not take a problem that the backward window kernels take (backward_refusal); empty
+// if they do.
+inline std::string wgmma_backward_refusal(const Problem& p, bool compiled) {
+  const std::string refusal = wgmma_refusal(p, compiled);
+  if (!refusal.empty()) return refusal;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2;
+  const int64_t pieces =
+      ((p.Z() + p.T) / kWgmmaInputLeastStep + 2) * (p.W / kWgmmaInputLeastStep + 2);
+  if (p.N > kMost / pieces || p.H * p.W > kMost) {
+    return "the problem's extents are beyond the counts of the gradients by wgmma";
+  }
+  return "";
+}
+
+// Blocks of the filter's gradient for each tile of 16 output channels: an item is four rows of a
+// tile of columns. The sums over blocks are in their order, so the gradient depends on the
+// device's number of SMs, and on nothing else but the problem.
+inline int64_t wgmma_filter_blocks(const Problem& p, int32_t sm_count) {
+  const int64_t items = p.N * wgmma_column_tiles(p) * ((p.P() + 3) / 4);
+  return std::min(items, std::max<int64_t>(1, sm_count / ((p.K + 15) / 16)));
+}
+
+}  // namespace convnormpool

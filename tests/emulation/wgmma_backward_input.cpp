@@ -1,0 +1,239 @@
+// The Hopper kernel of the input's gradient on the host, against float64. Compiled once for each
+// operand kind: -DOPERAND=kTf32, kFloat16, kBFloat16 or kSplit. The kinds share the shapes out
+// among themselves; with -DEVERY_SHAPE each runs all of them, which takes minutes. The emulated
+// instructions come before the kernels.
+// clang-format off
+#include "emulator.h"
+#include "ptx.cuh"
+#include "ptx_hopper.cuh"
+
+// Inlined as on the device the kernel's copies of a step take a compiler minutes.
+#undef __forceinline__
+#define __forceinline__ inline
+#include "cuda/conv_activation_moments_backward_wgmma_input.cuh"
+#include "backward_check.h"
+// clang-format on
+
+namespace {
+
+using namespace convnormpool;
+using check::Shape;
+
+constexpr WgmmaOperand kOperand = WgmmaOperand::OPERAND;
+using Check = check::Backward<WindowOperand::OPERAND>;
+using Element = Check::Element;
+using Data = Check::Data;
+
+constexpr Activation kHardswish = Activation::kHardswish;
+
+void fail(const char* what) {
+  printf("FAIL %s\n", what);
+  exit(1);
+}
+
+std::vector<float> m2_of(const Shape& s, const Data& d, Activation kind) {
+  std::vector<float> m2;
+  for (int64_t i = 0; i < s.N * s.K; ++i) {
+    std::vector<double> y, size;
+    Check::outputs_of(s, d, i / s.K, i % s.K, y, size);
+    double sum = 0;
+    for (const double v : y) {
+      const double difference = check::activate(kind, v) - double(d.mean[size_t(i)]);
+      sum += difference * difference;
+    }
+    m2.push_back(float(sum));
+  }
+  return m2;
+}
+
+#ifdef EVERY_SHAPE
+constexpr bool kEveryShape = true;
+#else
+constexpr bool kEveryShape = false;
+#endif
+
+// Whether the shapes that fall to this kind are run.
+constexpr bool takes(WgmmaOperand kind) { return kEveryShape || kind == kOperand; }
+
+template <class Config, class Act>
+std::vector<Element> launch(const Shape& s, const Data& d, const std::vector<float>& m2,
+                            unsigned blocks, const Act& act, int most_planes) {
+  const Problem problem{s.N,
+                        s.C,
+                        s.D,
+                        s.H,
+                        s.W,
+                        s.K,
+                        s.T,
+                        s.R,
+                        s.S,
+                        {1, 1, 1},
+                        {s.pad_d, s.pad_h, s.pad_w},
+                        {1, 1, 1},
+                        1,
+                        DType::kFloat32,
+                        Precision::kTf32};
+  WgmmaInputParams p = wgmma_input_params<Config>(problem, most_planes);
+  const size_t bytes = d.x.size() * sizeof(Element);
+  char* const x = static_cast<char*>(aligned_alloc(256, (bytes + 255) / 256 * 256));
+  memcpy(x, d.x.data(), bytes);
+  p.x = x, p.w = d.w.data(), p.b = d.bias.empty() ? nullptr : d.bias.data();
+  p.mean = d.mean.data(), p.m2 = m2.data();
+  p.grad_mean = d.grad_mean.data(), p.grad_m2 = d.grad_m2.data();
+  TensorMap map{};
+  map.base = x;
+  map.element_bytes = Config::kElementBytes;
+  const int64_t extent[5] = {s.W, s.H, s.D, s.C, s.N};
+  uint64_t stride = Config::kElementBytes;
+  for (int i = 0; i < 5; ++i) {
+    map.extent[i] = uint64_t(extent[i]);
+    map.stride_bytes[i] = stride;
+    stride *= uint64_t(extent[i]);
+  }
+  wgmma_input_box<Config>(map.box);
+  // Guard zones around dx.
+  constexpr size_t kGuard = 1024;
+  const Element guard(12.5f);
+  std::vector<Element> dx(d.x.size() + 2 * kGuard, guard);
+  std::fill(dx.begin() + kGuard, dx.end() - kGuard, Element(NAN));
+  std::vector<float> sum(d.x.size(), NAN);
+  p.dx = dx.data() + kGuard;
+  const int tiles = int(s.K + 15) / 16;
+  if (tiles > 1) p.dx_sum = sum.data();
+  blocks = std::min(blocks, unsigned(wgmma_input_blocks<Config>(p, 132)));
+  for (int tile = 0; tile < tiles; ++tile) {
+    p.first_tile = tile, p.add_to_sum = tile > 0, p.write_dx = tile + 1 == tiles;
+    emulate(dim3(blocks), dim3(Config::kThreads), wgmma_input_shared_bytes<Config>(p),
+            conv_activation_moments_backward_wgmma_input<Config, Act>, p, map, act);
+  }
+  free(x);
+  for (size_t i = 0; i < kGuard; ++i) {
+    if (float(dx[i]) != 12.5f || float(dx[dx.size() - 1 - i]) != 12.5f) fail("a guard zone");
+  }
+  return std::vector<Element>(dx.begin() + kGuard, dx.end() - kGuard);
+}
+
+template <int T, int R, int S, int C, class Act = HardswishFn>
+void test(Shape s, std::mt19937_64& random, const char* note = "", int most_planes = 32,
+          Activation kind = kHardswish, Data d = {}) {
+  using Config = WgmmaInputConfig<kOperand, C, T, R, S>;
+  s.C = C, s.T = T, s.R = R, s.S = S;
+  const bool given = !d.x.empty();
+  if (d.x.empty()) {
+    d = Check::make_data(s, random, kind, kOperand == WgmmaOperand::kFloat16 ? 1 : 1e-7);
+  }
+  const Check::Expected e = Check::reference(s, d, kind);
+  const auto m2 = m2_of(s, d, kind);
+  Act act{};
+  if constexpr (std::is_same_v<Act, ActivationFn>) act.kind = kind;
+  const auto dx = launch<Config>(s, d, m2, 1, act, most_planes);
+  char text[200];
+  snprintf(text, sizeof text, "N%d C%d D%d H%d W%d K%d k%dx%dx%d p%d,%d,%d %s", int(s.N), C,
+           int(s.D), int(s.H), int(s.W), int(s.K), T, R, S, int(s.pad_d), int(s.pad_h),
+           int(s.pad_w), note);
+  Check::compare(text, dx, e.dx, e.dx_square, e.dx_slack);
+  if (given) return;
+  const auto again = launch<Config>(s, d, m2, 3, act, most_planes);
+  if (memcmp(dx.data(), again.data(), dx.size() * sizeof(Element)) != 0) {
+    fail("another grid gives other bits");
+  }
+}
+
+// Scales of x and the gradients: of everything, of samples against each other, and of planes.
+void test_range(std::mt19937_64& random) {
+  const Shape s{3, 1, 4, 3, 16, 16, 3, 3, 3, 1, 0, 1};
+  const auto scaled = [&](const char* note, const auto& scale_x, const auto& scale_gradient) {
+    Data d = Check::make_data(s, random, kHardswish, 1.0);
+    const size_t sample = d.x.size() / size_t(s.N);
+    for (size_t i = 0; i < d.x.size(); ++i) {
+      d.x[i] = Element(float(d.x[i]) * scale_x(i / sample, i % sample / size_t(s.H * s.W)));
+    }
+    for (size_t i = 0; i < d.mean.size(); ++i) {
+      d.mean[i] *= scale_x(i / size_t(s.K), size_t(0));
+      const float factor = scale_gradient(i / size_t(s.K));
+      d.grad_mean[i] *= factor, d.grad_m2[i] *= factor;
+    }
+    test<3, 3, 3, 1>(s, random, note, 32, kHardswish, d);
+  };
+  const auto one = [](auto...) { return 1.0f; };
+  scaled("no gradients", one, [](size_t) { return 0.0f; });
+  scaled("falling gradients", one, [](size_t n) { return std::ldexp(1.0f, -8 * int(n)); });
+  if (!std::is_same_v<Element, float>) return;
+  scaled("tiny gradients", one, [](size_t) { return 1e-25f; });
+  scaled("very different gradients", one, [](size_t n) { return n % 2 ? 1e-20f : 1e12f; });
+  scaled(
+      "growing samples", [](size_t n, size_t) { return std::ldexp(1.0f, 8 * int(n) - 12); },
+      [](size_t n) { return std::ldexp(1.0f, -8 * int(n)); });
+  scaled("growing planes", [](size_t, size_t d) { return std::ldexp(1.0f, 3 * int(d) - 12); }, one);
+}
+
+// All outputs of a channel alike: M2 says nothing about how large dy can be.
+void test_alike(std::mt19937_64& random) {
+  const Shape s{2, 1, 3, 3, 16, 16, 3, 3, 3};
+  Data d = Check::make_data(s, random, kHardswish, 1.0);
+  for (auto& w : d.w) w = Element(0.0f);
+  for (size_t i = 0; i < d.bias.size(); ++i) d.bias[i] = Element(float(i) - 8.5f);
+  for (size_t i = 0; i < d.mean.size(); ++i) {
+    d.mean[i] = float(check::activate(kHardswish, double(i % size_t(s.K)) - 8.5));
+    d.grad_mean[i] = 0;
+  }
+  test<3, 3, 3, 1>(s, random, "all outputs alike", 32, kHardswish, d);
+}
+
+// A sample that is not finite makes no number that looks like one, and leaves the others alone.
+void test_not_finite(std::mt19937_64& random) {
+  using Config = WgmmaInputConfig<kOperand, 1, 3, 3, 3>;
+  const Shape s{3, 1, 3, 3, 8, 16, 3, 3, 3, 1, 0, 1};
+  const Data clean = Check::make_data(s, random, kHardswish);
+  const auto clean_m2 = m2_of(s, clean, kHardswish);
+  const auto expected = launch<Config>(s, clean, clean_m2, 2, HardswishFn{}, 32);
+  const size_t sample = clean.x.size() / 3;
+  for (const float bad : {NAN, -INFINITY}) {
+    Data d = clean;
+    auto m2 = clean_m2;
+    d.x[sample * 3 / 2] = Element(bad);
+    for (size_t k = 0; k < size_t(s.K); ++k) d.mean[size_t(s.K) + k] = m2[size_t(s.K) + k] = NAN;
+    const auto dx = launch<Config>(s, d, m2, 2, HardswishFn{}, 32);
+    for (size_t i = 0; i < dx.size(); ++i) {
+      if (i / sample == 1 ? std::isfinite(float(dx[i])) : float(dx[i]) != float(expected[i])) {
+        fail("dx of a sample that is not finite, or of another");
+      }
+    }
+  }
+  puts("ok   input that is not finite");
+}
+
+void test_activations(std::mt19937_64& random) {
+  const Shape s{1, 0, 3, 3, 16, 16, 0, 0, 0, 1, 1, 1};
+  for (const Activation kind : {Activation::kGelu, Activation::kRelu}) {
+    test<3, 3, 3, 3, ActivationFn>(s, random, activation_name(int64_t(kind)), 32, kind);
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937_64 random(20240611);
+  //                   N  C  D  H  W   K  T  R  S  padding
+  if constexpr (takes(WgmmaOperand::kTf32)) {
+    test<4, 4, 4, 3>({1, 0, 6, 5, 32, 16, 0, 0, 0}, random);
+    test_range(random);
+  }
+  if constexpr (takes(WgmmaOperand::kFloat16)) {
+    test<4, 4, 4, 3>({1, 0, 9, 4, 16, 1, 0, 0, 0, 2, 1, 0}, random, "slabs", 12);
+    test<4, 4, 4, 3>({1, 0, 4, 4, 8, 24, 0, 0, 0, 3, 3, 3}, random);
+    if (kOperand == WgmmaOperand::kFloat16) test_range(random);
+  }
+  if constexpr (takes(WgmmaOperand::kBFloat16)) {
+    test<4, 4, 4, 3>({1, 0, 5, 6, 40, 7, 0, 0, 0, 1, 1, 1}, random, "segments");
+    test_activations(random);
+  }
+  if constexpr (takes(WgmmaOperand::kSplit)) {
+    test<4, 4, 4, 3>({1, 0, 4, 4, 16, 16, 0, 0, 0, 0, 1, 3}, random);
+    test<3, 3, 3, 3>({1, 0, 8, 3, 36, 7, 0, 0, 0, 1, 1, 1}, random, "slabs, segments", 9);
+  }
+  test<3, 3, 3, 1>({2, 0, 3, 5, 8, 16, 0, 0, 0, 1, 0, 2}, random);
+  test_alike(random);
+  test_not_finite(random);
+  return 0;
+}
