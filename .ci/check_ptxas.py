@@ -24,13 +24,17 @@ SHARED = re.compile(r"(\d+) bytes smem")
 ALLOWED = {
     # The forward by wgmma with split operands for a 4x4x4 filter: three warpgroups of 168 registers
     # beat two of more.
-    r"conv_activation_moments_wgmmaI.*WgmmaOperandE3ELi3ELi4ELi4ELi4E.*HardswishFn": 48,
+    r"conv_activation_moments_wgmmaI.*WgmmaOperandE3ELi3E.*HardswishFn": 400,
     # The filter's gradient by wgmma, three warpgroups as well: with float32's windows, and more
     # with general activations.
-    r"backward_wgmma_filterI.*WgmmaOperandE0ELi3E": 64,
+    r"backward_wgmma_filterI.*WgmmaOperandE[02]ELi3E": 64,
     r"backward_wgmma_filterI.*WgmmaOperandE.ELi3ELi4ELi4ELi4E.*ActivationFn": 448,
     # The input's gradient by wgmma: two warpgroups of 255 registers.
     r"backward_wgmma_inputI.*WgmmaOperandE0ELi3ELi4ELi4ELi4E": 8,
+    r"backward_wgmma_inputI.*WgmmaOperandE3ELi3ELi4ELi4ELi4E": 464,
+    r"backward_wgmma_inputI.*WgmmaOperandE3ELi3ELi3ELi3ELi3E": 64,
+    # The forward by mma.sync in tf32 for short rows: twelve warps on an SM.
+    r"conv_window_kernelI.*ConfigILi4ELi4ELi4ELi3E.*WindowOperandE0E.*HardswishFnELb0E": 8,
     # The filter's gradient by mma.sync for a 4x4x4 filter: three blocks on an SM, of 168 registers.
     r"backward_window_kernelI.*ConfigILi4ELi4ELi4ELi3E.*Li2ELi1ELi3E": 112,
     # The input's, with split operands: two blocks.

@@ -17,7 +17,6 @@ inline float truncate_to_float(double x) {
   return f;
 }
 
-inline float from_tf32(uint32_t bits) { return __uint_as_float(bits & 0xFFFFE000u); }
 inline float from_f16(uint32_t bits) {
   return float(__half(__half_raw{static_cast<unsigned short>(bits)}));
 }
@@ -140,16 +139,6 @@ inline void ldmatrix(const char* name, uint32_t (&r)[4], uint32_t row_address, b
 
 }  // namespace emulation
 
-inline uint32_t round_tf32(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  if (!std::isfinite(x)) return bits & 0xFFFFE000u;
-  return (bits + 0xFFFu + (bits >> 13 & 1)) & 0xFFFFE000u;
-}
-
-inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                             const float (&c)[4]) {
-  emulation::mma<8>("mma tf32", d, a, b0, b1, c, emu::from_tf32);
-}
 inline void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                              const float (&c)[4]) {
   emulation::mma<16>("mma f16", d, a, b0, b1, c, emu::from_f16);

@@ -16,7 +16,7 @@
 
 namespace convnormpool {
 
-enum class WgmmaType { kTf32, kF16, kBf16 };
+enum class WgmmaType { kF16, kBf16 };
 
 // The emulator's tensor map: as many fields as the copy needs, the fastest axis first.
 struct TensorMap {
@@ -54,16 +54,9 @@ inline float operand(convnormpool::WgmmaType type, uint32_t address, int column,
                      uint64_t descriptor) {
   const uint32_t depth_bytes = uint32_t(descriptor >> 16 & 0x3FFF) << 4;
   const uint32_t column_bytes = uint32_t(descriptor >> 32 & 0x3FFF) << 4;
-  const int element = type == convnormpool::WgmmaType::kTf32 ? 4 : 2;
-  const int per_row = 16 / element;
-  const char* p = shared_pointer(address + uint32_t(depth / per_row) * depth_bytes +
+  const char* p = shared_pointer(address + uint32_t(depth / 8) * depth_bytes +
                                  uint32_t(column / 8) * column_bytes +
-                                 uint32_t(column % 8 * 16 + depth % per_row * element));
-  if (element == 4) {
-    uint32_t bits;
-    memcpy(&bits, p, 4);
-    return from_tf32(bits);
-  }
+                                 uint32_t(column % 8 * 16 + depth % 8 * 2));
   uint16_t bits;
   memcpy(&bits, p, 2);
   return type == convnormpool::WgmmaType::kF16 ? from_f16(bits) : from_bf16(bits);
@@ -78,8 +71,7 @@ inline void compute_wgmma(Wgmma** slots, WgmmaState** states) {
   }
   if (w.descriptor >> 62 != 0) fail("wgmma: swizzled descriptors are not emulated");
   const uint32_t address = uint32_t(w.descriptor & 0x3FFF) << 4;
-  const bool tf32 = w.type == convnormpool::WgmmaType::kTf32;
-  const int depth = tf32 ? 8 : 16;
+  constexpr int depth = 16;
   std::vector<float> b(size_t(depth * w.columns));
   for (int k = 0; k < depth; ++k) {
     for (int n = 0; n < w.columns; ++n) {
@@ -92,14 +84,10 @@ inline void compute_wgmma(Wgmma** slots, WgmmaState** states) {
     for (unsigned i = 0; i < 4; ++i) {
       const uint32_t bits = slots[t]->a_values[i];
       const size_t at = size_t(row + i % 2 * 8) * size_t(depth);
-      if (tf32) {
-        a[at + k + i / 2 * 4] = from_tf32(bits);
-      } else {
-        for (unsigned half = 0; half < 2; ++half) {
-          const uint32_t part = half ? bits >> 16 : bits & 0xFFFF;
-          a[at + 2 * k + half + i / 2 * 8] =
-              w.type == convnormpool::WgmmaType::kF16 ? from_f16(part) : from_bf16(part);
-        }
+      for (unsigned half = 0; half < 2; ++half) {
+        const uint32_t part = half ? bits >> 16 : bits & 0xFFFF;
+        a[at + 2 * k + half + i / 2 * 8] =
+            w.type == convnormpool::WgmmaType::kF16 ? from_f16(part) : from_bf16(part);
       }
     }
   }
@@ -185,11 +173,6 @@ inline void store_shared(uint32_t address, const float (&r)[4]) {
 inline void load_shared(uint32_t (&r)[2], uint32_t address) {
   if (address % 8 != 0) emu::fail("ld.shared.v2: address 0x%x is not aligned", address);
   memcpy(r, emu::shared_pointer(address), 8);
-}
-
-inline uint32_t round_tf32(uint32_t x) {
-  if ((x & 0x7F800000u) == 0x7F800000u) return x & 0x7FFFFFu ? 0x7FFFFFFFu : x;
-  return (x + 0x0FFFu + (x >> 13 & 1)) & 0xFFFFE000u;
 }
 
 inline void add_moments_if(float (&sum)[4], float (&square)[4], const float (&v)[4], int column,

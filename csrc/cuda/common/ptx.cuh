@@ -22,36 +22,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// x rounded to tf32's 11 bits, to nearest; NaN and Inf stay. (Adding half a unit to the bits is no
-// substitute: it turns 0x7FFFFFFF, the NaN that arithmetic gives, into a number.)
-__device__ __forceinline__ uint32_t round_tf32(float x) {
-  uint32_t bits;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-#else
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-#endif
-  return bits;
-}
-
-// d = a · b + c, a 16 × 8 (row), b 8 × 8 (column), c and d 16 × 8, tf32 products: of each operand
-// the 19 high bits count. With g = lane / 4 and k = lane % 4 a lane holds
-//   a[0] = A[g][k]      a[1] = A[g + 8][k]      a[2] = A[g][k + 4]      a[3] = A[g + 8][k + 4]
-//   b0 = B[k][g]        b1 = B[k + 4][g]
-//   c[0], c[1] = C[g][2k], C[g][2k + 1]         c[2], c[3] = C[g + 8][2k], C[g + 8][2k + 1]
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                 uint32_t b1, const float (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
-        "f"(c[2]), "f"(c[3]));
-}
-
 // d = a · b + c, a 16 × 16 (row), b 16 × 8 (column), c and d 16 × 8. A register of a or b holds two
 // neighbours along the depth, the lower index in the low half. With g = lane / 4, k = lane % 4:
 //   a[0] = A[g][2k..]      a[1] = A[g + 8][2k..]      a[2] = A[g][2k + 8..]
-//   a[3] = A[g + 8][2k + 8..]      b0 = B[2k..][g]      b1 = B[2k + 8..][g]      c, d as above
+//   a[3] = A[g + 8][2k + 8..]      b0 = B[2k..][g]      b1 = B[2k + 8..][g]
+//   c[0], c[1] = C[g][2k], C[g][2k + 1]      c[2], c[3] = C[g + 8][2k], C[g + 8][2k + 1]      d as
+//   c
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                                  uint32_t b1, const float (&c)[4]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "

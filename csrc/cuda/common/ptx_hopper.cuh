@@ -17,7 +17,7 @@
 namespace convnormpool {
 
 // The operand types of wgmma that are used here; sums are float32.
-enum class WgmmaType { kTf32, kF16, kBf16 };
+enum class WgmmaType { kF16, kBf16 };
 
 // A tensor map as cuTensorMapEncodeTiled writes it, without the driver's header.
 struct alignas(128) TensorMap {
@@ -76,16 +76,6 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t row_address, const ui
       "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
       : "memory");
 #endif
-}
-
-// x to nearest even in tf32; NaN and Inf stay. One instruction on Hopper, where adding half a unit
-// to the bits would turn the NaN that GPUs produce (0x7FFFFFFF) into -0.
-__device__ __forceinline__ uint32_t round_tf32(uint32_t x) {
-  uint32_t r = x;
-#if CONVNORMPOOL_HOPPER
-  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(x)));
-#endif
-  return r;
 }
 
 // sum += v and square += v * v where 0 <= column < columns: as predicated instructions, where the
@@ -211,23 +201,20 @@ __device__ __forceinline__ void scale_accumulator(float& d, float factor) {
   mode(d[i]), mode(d[i + 1]), mode(d[i + 2]), mode(d[i + 3]), mode(d[i + 4]), mode(d[i + 5]), \
       mode(d[i + 6]), mode(d[i + 7])
 #define CONVNORMPOOL_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)
-#define CONVNORMPOOL_WGMMA(shape, types, tail, scale_d, registers, a_operands, b_operand, ...)     \
+#define CONVNORMPOOL_WGMMA(shape, types, scale_d, registers, a_operands, b_operand, ...)           \
   asm volatile("{\n.reg .b64 descriptor;\nmov.b64 descriptor, {" b_operand                         \
                ", 8};\n"                                                                           \
                "wgmma.mma_async.sync.aligned." shape ".f32." types " {" registers "}, " a_operands \
-               ", descriptor, " scale_d ", 1, 1" tail ";\n}\n"                                     \
+               ", descriptor, " scale_d ", 1, 1, 0;\n}\n"                                          \
                : __VA_ARGS__                                                                       \
                : CONVNORMPOOL_A)
-#define CONVNORMPOOL_WGMMA_TYPES(n, scale_d, registers, a_operands, b_operand, ...)               \
-  if constexpr (Type == WgmmaType::kTf32) {                                                       \
-    CONVNORMPOOL_WGMMA("m64n" n "k8", "tf32.tf32", "", scale_d, registers, a_operands, b_operand, \
-                       __VA_ARGS__);                                                              \
-  } else if constexpr (Type == WgmmaType::kF16) {                                                 \
-    CONVNORMPOOL_WGMMA("m64n" n "k16", "f16.f16", ", 0", scale_d, registers, a_operands,          \
-                       b_operand, __VA_ARGS__);                                                   \
-  } else {                                                                                        \
-    CONVNORMPOOL_WGMMA("m64n" n "k16", "bf16.bf16", ", 0", scale_d, registers, a_operands,        \
-                       b_operand, __VA_ARGS__);                                                   \
+#define CONVNORMPOOL_WGMMA_TYPES(n, scale_d, registers, a_operands, b_operand, ...)            \
+  if constexpr (Type == WgmmaType::kF16) {                                                     \
+    CONVNORMPOOL_WGMMA("m64n" n "k16", "f16.f16", scale_d, registers, a_operands, b_operand,   \
+                       __VA_ARGS__);                                                           \
+  } else {                                                                                     \
+    CONVNORMPOOL_WGMMA("m64n" n "k16", "bf16.bf16", scale_d, registers, a_operands, b_operand, \
+                       __VA_ARGS__);                                                           \
   }
 #define CONVNORMPOOL_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CONVNORMPOOL_R16 CONVNORMPOOL_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -250,10 +237,10 @@ __device__ __forceinline__ void scale_accumulator(float& d, float factor) {
                              CONVNORMPOOL_D8(mode, 16), CONVNORMPOOL_D8(mode, 24));          \
   }
 
-// d += a · B, asynchronously, by four warps: a 64 × depth (8 for tf32, 16 for 16 bits) in
-// registers, B depth × N a wgmma_operand, d 64 × N. Warp q of the warpgroup owns rows 16 q .. 16 q
-// + 15; within them a is a fragment of mma_m16n8k8_tf32 or mma_m16n8k16_f16, and d[4 j .. 4 j + 3]
-// is the fragment c of those for columns 8 j .. 8 j + 7. Without Accumulate d = a · B.
+// d += a · B, asynchronously, by four warps: a 64 × 16 in registers, B 16 × N a wgmma_operand, d 64
+// × N. Warp q of the warpgroup owns rows 16 q .. 16 q + 15; within them a is a fragment of
+// mma_m16n8k16_f16, and d[4 j .. 4 j + 3] is its fragment c for columns 8 j .. 8 j + 7. Without
+// Accumulate d = a · B.
 template <WgmmaType Type, int N, bool Accumulate = true>
 __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
   static_assert(N == 16 || N == 32 || N == 48 || N == 64, "the widths that are used");
