@@ -36,7 +36,7 @@ FLAGS = [
 
 def build(program: Path, source: str, operand: str) -> subprocess.CompletedProcess[str]:
     defines = [f"-DOPERAND={operand}"] if operand else []
-    # Running takes longer than compiling where warpgroups are emulated; elsewhere it is the reverse.
+    # Where warpgroups are emulated running takes longer than compiling; elsewhere it is the reverse.
     optimisation = "-O1" if source.startswith("wgmma") else "-O0"
     compiler = os.environ.get("CXX", "g++")
     return subprocess.run(
