@@ -36,7 +36,7 @@ FLAGS = [
 
 def build(program: Path, source: str, operand: str) -> subprocess.CompletedProcess[str]:
     defines = [f"-DOPERAND={operand}"] if operand else []
-    # Where warpgroups are emulated running takes longer than compiling; elsewhere it is the reverse.
+    # Emulated warpgroups take longer to run than to compile; the other programs the reverse.
     optimisation = "-O1" if source.startswith("wgmma") else "-O0"
     compiler = os.environ.get("CXX", "g++")
     return subprocess.run(
