@@ -23,7 +23,9 @@ struct BackwardWarps {
   int32_t rows, filter, blocks_per_sm;
 };
 
-// What was fastest on an H200 at the reference workload. Either gradient has its own kernel.
+// Either gradient has its own kernel. Of what was timed on an H200 (benchmarks/NOTES.md) these were
+// fastest, but for {2, 1, 4}: with three blocks, not timed, what is left of the kernels spills
+// less.
 constexpr BackwardWarps backward_warps(bool split, bool input_gradient) {
   if (input_gradient) return {4, 0, 2};
   return split ? BackwardWarps{4, 4, 1} : BackwardWarps{2, 1, 3};

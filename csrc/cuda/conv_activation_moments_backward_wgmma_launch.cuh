@@ -28,7 +28,8 @@ struct WgmmaBackwardLaunch {
   cudaStream_t stream;
 };
 
-// What was fastest (benchmarks/NOTES.md).
+// What was fastest on an H200 for hardswish and a 4x4x4 filter (benchmarks/NOTES.md); the others
+// follow it, not timed.
 template <WgmmaOperand kOperand, int C, int kExtent>
 using WgmmaFilterChoice =
     WgmmaFilterConfig<kOperand, C, kExtent, kExtent, kExtent,

@@ -26,9 +26,10 @@ struct WgmmaLaunch {
   cudaStream_t stream;
 };
 
-// What was fastest (benchmarks/NOTES.md) of what ptxas compiles with few spills. 16-bit operands
-// leave registers for a fourth warpgroup, general activations take what it or, beside the scales
-// of a split 4x4x4 filter, the third one would have.
+// For hardswish and a 4x4x4 filter what was fastest on an H200 (benchmarks/NOTES.md); 3x3x3 filters
+// follow it, not timed. 16-bit operands leave registers for a fourth warpgroup. General activations
+// take what it or, beside the scales of a split 4x4x4 filter, the third one would have, so that
+// ptxas spills little; not timed either.
 constexpr int wgmma_warpgroups(WgmmaOperand operand, int extent, bool hardswish) {
   const bool split = operand == WgmmaOperand::kSplit;
   if (hardswish) return split || operand == WgmmaOperand::kTf32 ? 3 : 4;
