@@ -3,70 +3,13 @@
 #include <vector>
 
 #include "cuda/conv_activation_moments_backward_launch.cuh"
+#include "cuda/conv_activation_moments_host.cuh"
 #ifdef CONVNORMPOOL_SM_90A
 #include "cuda/conv_activation_moments_backward_wgmma_launch.cuh"
 #endif
 
 namespace convnormpool {
 namespace {
-
-Problem problem_of(const Tensor& x, const Tensor& w, const std::vector<int64_t>& stride,
-                   const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
-                   int64_t groups, int64_t precision) {
-  STD_TORCH_CHECK(x.dim() == 5 && w.dim() == 5, "x and w must be 5-D");
-  STD_TORCH_CHECK(stride.size() == 3 && padding.size() == 3 && dilation.size() == 3,
-                  "stride, padding and dilation must have three elements");
-  Problem p{};
-  p.N = x.size(0), p.C = x.size(1), p.D = x.size(2), p.H = x.size(3), p.W = x.size(4);
-  p.K = w.size(0), p.T = w.size(2), p.R = w.size(3), p.S = w.size(4);
-  std::copy(stride.begin(), stride.end(), p.stride);
-  std::copy(padding.begin(), padding.end(), p.padding);
-  std::copy(dilation.begin(), dilation.end(), p.dilation);
-  p.groups = groups;
-  p.dtype = dtype_of(x, "x");
-  p.precision = static_cast<Precision>(precision);
-  return p;
-}
-
-void launch_backward_of(const Problem& p, const BackwardLaunch& launch) {
-  switch (p.dtype) {
-    case DType::kFloat16:
-      return launch_backward<WindowOperand::kFloat16>(launch);
-    case DType::kBFloat16:
-      return launch_backward<WindowOperand::kBFloat16>(launch);
-    default:
-      return p.precision == Precision::kTf32 ? launch_backward<WindowOperand::kTf32>(launch)
-                                             : launch_backward<WindowOperand::kSplit>(launch);
-  }
-}
-
-#ifdef CONVNORMPOOL_SM_90A
-constexpr bool kWgmmaCompiled = true;
-
-template <WgmmaOperand kOperand>
-void launch_wgmma_gradient(const WgmmaBackwardLaunch& launch, bool input_gradient) {
-  if (input_gradient) {
-    launch_wgmma_input<kOperand>(launch);
-  } else {
-    launch_wgmma_filter<kOperand>(launch);
-  }
-}
-
-void launch_wgmma_gradient_of(const WgmmaBackwardLaunch& launch, bool input_gradient) {
-  switch (launch.problem.dtype) {
-    case DType::kFloat16:
-      return launch_wgmma_gradient<WgmmaOperand::kFloat16>(launch, input_gradient);
-    case DType::kBFloat16:
-      return launch_wgmma_gradient<WgmmaOperand::kBFloat16>(launch, input_gradient);
-    default:
-      return launch.problem.precision == Precision::kTf32
-                 ? launch_wgmma_gradient<WgmmaOperand::kTf32>(launch, input_gradient)
-                 : launch_wgmma_gradient<WgmmaOperand::kSplit>(launch, input_gradient);
-  }
-}
-#else
-constexpr bool kWgmmaCompiled = false;
-#endif
 
 // out[k, i], of `length` elements a channel, from `count` partial sums of each tile.
 void sum_partials(const float* partial, int64_t count, int64_t K, int64_t length,
@@ -100,26 +43,16 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
   const Problem p = problem_of(x, w, stride, padding, dilation, groups, precision);
   check_activation(activation);
   const DeviceScope scope(x);
-  int device = 0, major = 0, minor = 0, sm_count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
-  std::string refusal = backward_refusal(p, major, minor);
+  const DeviceFacts facts;
+  std::string refusal = backward_refusal(p, facts.major, facts.minor);
   if (refusal.empty() && wgmma) {
-    STD_TORCH_CHECK(wgmma_device(major, minor),
-                    "the gradients by wgmma need compute capability 9.0, not ", major, '.', minor);
+    STD_TORCH_CHECK(wgmma_device(facts.major, facts.minor),
+                    "the gradients by wgmma need compute capability 9.0, not ", facts.major, '.',
+                    facts.minor);
     refusal = wgmma_backward_refusal(p, kWgmmaCompiled);
   }
   STD_TORCH_CHECK(refusal.empty(), refusal);
-  const int64_t taps = p.C * p.T * p.R * p.S;
-  check_dense(x, "x", p.N * p.C * p.D * p.H * p.W, x);
-  check_dense(w, "w", p.K * taps, x);
-  STD_TORCH_CHECK(dtype_of(w, "w") == p.dtype, "w must have the dtype of x");
-  if (b) {
-    check_dense(*b, "b", p.K, x);
-    STD_TORCH_CHECK(dtype_of(*b, "b") == p.dtype, "b must have the dtype of x");
-  }
+  check_operands(p, x, w, b);
   check_statistics(mean, "mean", p.N * p.K, DType::kFloat32, x);
   check_statistics(m2, "m2", p.N * p.K, DType::kFloat32, x);
   check_statistics(grad_mean, "grad_mean", p.N * p.K, DType::kFloat32, x);
@@ -142,7 +75,7 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
                     kWgmmaAlignment, " bytes");
   }
   const BackwardWorkspace floats =
-      backward_workspace(p, sm_count, wgmma, input_gradient, filter_gradient);
+      backward_workspace(p, facts.sm_count, wgmma, input_gradient, filter_gradient);
   float* space = nullptr;
   if (floats.total() > 0) {
     STD_TORCH_CHECK(workspace.has_value(), "workspace is missing");
@@ -173,10 +106,12 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
                                      filter_partial,
                                      bias_partial,
                                      activation,
-                                     sm_count,
+                                     facts.sm_count,
                                      scope.stream()};
-    if (filter_gradient) launch_wgmma_gradient_of(launch, false);
-    if (input_gradient) launch_wgmma_gradient_of(launch, true);
+    dispatch_operand<WgmmaOperand>(p, [&](auto operand) {
+      if (filter_gradient) launch_wgmma_filter<decltype(operand)::value>(launch);
+      if (input_gradient) launch_wgmma_input<decltype(operand)::value>(launch);
+    });
   }
 #endif
   if (!wgmma) {
@@ -196,14 +131,16 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
     for (const bool input : {false, true}) {
       if (!(input ? input_gradient : filter_gradient)) continue;
       launch.input_gradient = input;
-      launch.blocks = backward_blocks(p, sm_count, input);
+      launch.blocks = backward_blocks(p, facts.sm_count, input);
       parameters.geometry = backward_geometry_of(p, input);
-      launch_backward_of(p, launch);
+      dispatch_operand<WindowOperand>(
+          p, [&](auto operand) { launch_backward<decltype(operand)::value>(launch); });
     }
   }
   if (!filter_gradient) return;
-  const BackwardSums sums = backward_sums(p, sm_count, wgmma);
-  if (dw) sum_partials(filter_partial, sums.filter, p.K, taps, dw_out, scope.stream());
+  const BackwardSums sums = backward_sums(p, facts.sm_count, wgmma);
+  if (dw)
+    sum_partials(filter_partial, sums.filter, p.K, p.C * p.T * p.R * p.S, dw_out, scope.stream());
   if (db) sum_partials(bias_partial, sums.bias, p.K, 1, db_out, scope.stream());
 }
 

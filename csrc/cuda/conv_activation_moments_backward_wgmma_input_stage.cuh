@@ -67,19 +67,9 @@ __device__ __forceinline__ void wgmma_store_parts(unsigned char* to, float value
 // for all. The largest come to [2^14, 2^15).
 template <class Config>
 __device__ void wgmma_input_exponents(const WgmmaInputParams& p, int first, unsigned char* shared) {
-  constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
   if constexpr (Config::kFloat) {
-    for (int k = int(threadIdx.x) / 32; k < 16; k += Config::kThreads / 32) {
-      uint32_t amax = 0;
-      for (int i = int(threadIdx.x) % 32; i < kTaps && first + k < p.K; i += 32) {
-        const float value = static_cast<const float*>(p.w)[size_t(first + k) * kTaps + i];
-        amax = max(amax, __float_as_uint(fabsf(value)));
-      }
-      amax = __reduce_max_sync(~0u, amax);
-      if (threadIdx.x % 32 == 0) exponents[k] = min(141 - wgmma_exponent_field(amax), 127);
-    }
-    __syncthreads();
+    wgmma_weight_exponents<Config, 127>(p, first, exponents);
     if (threadIdx.x < 32) {
       const int least = __reduce_min_sync(~0u, exponents[threadIdx.x % 16]);
       if (threadIdx.x == 0) exponents[16] = least;

@@ -37,18 +37,7 @@ __device__ void wgmma_backward_stage_weights(const WgmmaParams& p, int first,
                                              unsigned char* shared) {
   constexpr int kT = Config::kT, kTaps = Config::kC * kT * Config::kR * Config::kS;
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
-  if constexpr (Config::kFloat) {
-    for (int k = int(threadIdx.x) / 32; k < 16; k += Config::kThreads / 32) {
-      uint32_t amax = 0;
-      for (int i = int(threadIdx.x) % 32; i < kTaps && first + k < p.K; i += 32) {
-        const float value = static_cast<const float*>(p.w)[size_t(first + k) * kTaps + i];
-        amax = max(amax, __float_as_uint(fabsf(value)));
-      }
-      amax = __reduce_max_sync(~0u, amax);
-      if (threadIdx.x % 32 == 0) exponents[k] = min(141 - wgmma_exponent_field(amax), 126);
-    }
-    __syncthreads();
-  }
+  if constexpr (Config::kFloat) wgmma_weight_exponents<Config, 126>(p, first, exponents);
   constexpr int kWeights = Config::kC * 16 * kT * 16;
   for (int i = int(threadIdx.x); i < kWeights; i += Config::kThreads) {
     const int k = i % 16, slot = i / 16 % 16, kd = i / 256 % kT, ci = i / (256 * kT);

@@ -71,24 +71,29 @@ __device__ __forceinline__ float wgmma_weight(const void* w, size_t i) {
   }
 }
 
+// The exponents, at most kMost, by which float32 weights of channels first .. first + 15 are
+// scaled: the largest of each comes to [2^14, 2^15). Ends with a barrier of the block.
+template <class Config, int kMost, class Params>
+__device__ __forceinline__ void wgmma_weight_exponents(const Params& p, int first, int* exponents) {
+  constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
+  for (int k = int(threadIdx.x) / 32; k < 16; k += Config::kThreads / 32) {
+    uint32_t amax = 0;
+    for (int i = int(threadIdx.x) % 32; i < kTaps && first + k < p.K; i += 32) {
+      const float value = static_cast<const float*>(p.w)[size_t(first + k) * kTaps + i];
+      amax = max(amax, __float_as_uint(fabsf(value)));
+    }
+    amax = __reduce_max_sync(~0u, amax);
+    if (threadIdx.x % 32 == 0) exponents[k] = min(141 - wgmma_exponent_field(amax), kMost);
+  }
+  __syncthreads();
+}
+
 // Writes the B operand of channels first .. first + 15; zeros where there is no tap or channel.
 template <class Config>
 __device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned char* shared) {
   constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
-  if constexpr (Config::kFloat) {
-    for (int k = int(threadIdx.x) / 32; k < 16; k += Config::kThreads / 32) {
-      uint32_t amax = 0;
-      for (int i = int(threadIdx.x) % 32; i < kTaps && first + k < p.K; i += 32) {
-        const float value = static_cast<const float*>(p.w)[size_t(first + k) * kTaps + i];
-        amax = max(amax, __float_as_uint(fabsf(value)));
-      }
-      amax = __reduce_max_sync(~0u, amax);
-      // The largest comes to [2^14, 2^15).
-      if (threadIdx.x % 32 == 0) exponents[k] = min(141 - wgmma_exponent_field(amax), 127);
-    }
-    __syncthreads();
-  }
+  if constexpr (Config::kFloat) wgmma_weight_exponents<Config, 127>(p, first, exponents);
   constexpr int kDepth = 16, kT = Config::kT, kC = Config::kC;
   constexpr int kWeights = kC * kDepth * kT * 16;
 #pragma unroll
