@@ -100,6 +100,37 @@ struct Backward {
     return d;
   }
 
+  // M2 of the float64 outputs, as the forward would give it.
+  static std::vector<float> m2_of(const Shape& s, const Data& d, Activation kind) {
+    std::vector<float> m2;
+    for (int64_t i = 0; i < s.N * s.K; ++i) {
+      std::vector<double> y, size;
+      outputs_of(s, d, i / s.K, i % s.K, y, size);
+      double sum = 0;
+      for (const double v : y) {
+        const double difference = activate(kind, v) - double(d.mean[size_t(i)]);
+        sum += difference * difference;
+      }
+      m2.push_back(float(sum));
+    }
+    return m2;
+  }
+
+  // What sum_backward_kernel does, whose blocks of 512 threads would take most of the time.
+  static std::vector<Element> sum_of(const std::vector<float>& partial, int64_t count, int64_t K,
+                                     int64_t length) {
+    std::vector<Element> out;
+    for (int64_t i = 0; i < K * length; ++i) {
+      const int64_t k = i / length;
+      double sum = 0;
+      for (int64_t j = 0; j < count; ++j) {
+        sum += double(partial[size_t(((k / 16 * count + j) * 16 + k % 16) * length + i % length)]);
+      }
+      out.push_back(Element(float(sum)));
+    }
+    return out;
+  }
+
   // Calls f(input index, tap index, output position) for every product of one sample.
   template <class F>
   static void for_products(const Shape& s, const F& f) {

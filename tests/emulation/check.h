@@ -28,6 +28,19 @@ struct Shape {
   int64_t positions() const { return Z() * P() * Q(); }
 };
 
+inline void fail(const char* what) {
+  printf("FAIL %s\n", what);
+  exit(1);
+}
+
+inline std::string name_of(const Shape& s, const char* note) {
+  char text[200];
+  snprintf(text, sizeof text, "N%d C%d D%d H%d W%d K%d k%dx%dx%d p%d,%d,%d %s", int(s.N), int(s.C),
+           int(s.D), int(s.H), int(s.W), int(s.K), int(s.T), int(s.R), int(s.S), int(s.pad_d),
+           int(s.pad_h), int(s.pad_w), note);
+  return text;
+}
+
 inline double activate(Activation kind, double y) {
   double value = 0;
   convnormpool::activations::visit(kind, [&](auto a) { value = a.value(y); });

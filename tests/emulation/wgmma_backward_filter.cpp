@@ -12,14 +12,17 @@
 #define __forceinline__ inline
 #include "cuda/conv_activation_moments_backward_wgmma_filter.cuh"
 #include "backward_check.h"
+#include "wgmma_check.h"
 // clang-format on
 
 namespace {
 
 using namespace convnormpool;
+using check::fail;
+using check::kOperand;
 using check::Shape;
+using check::takes;
 
-constexpr WgmmaOperand kOperand = WgmmaOperand::OPERAND;
 using Check = check::Backward<WindowOperand::OPERAND>;
 using Element = Check::Element;
 using Data = Check::Data;
@@ -28,82 +31,17 @@ constexpr auto kFree = WgmmaOverlap::kFree;
 constexpr auto kOrdered = WgmmaOverlap::kOrdered;
 constexpr Activation kHardswish = Activation::kHardswish;
 
-void fail(const char* what) {
-  printf("FAIL %s\n", what);
-  exit(1);
-}
-
-template <class Config>
-TensorMap tensor_map(const Shape& s, const WgmmaParams& p) {
-  TensorMap map{};
-  map.base = static_cast<const char*>(p.x);
-  map.element_bytes = Config::kElementBytes;
-  const int64_t extent[5] = {s.W, s.H, s.D, s.C, s.N};
-  uint64_t stride = Config::kElementBytes;
-  for (int i = 0; i < 5; ++i) {
-    map.extent[i] = uint64_t(extent[i]);
-    map.stride_bytes[i] = stride;
-    stride *= uint64_t(extent[i]);
-  }
-  wgmma_box<Config>(p, false, map.box);
-  return map;
-}
-
-// What sum_backward_kernel does.
-std::vector<Element> sum_of(const std::vector<float>& partial, int64_t count, int64_t K,
-                            int64_t length) {
-  std::vector<Element> out;
-  for (int64_t i = 0; i < K * length; ++i) {
-    const int64_t k = i / length;
-    double sum = 0;
-    for (int64_t j = 0; j < count; ++j) {
-      sum += double(partial[size_t(((k / 16 * count + j) * 16 + k % 16) * length + i % length)]);
-    }
-    out.push_back(Element(float(sum)));
-  }
-  return out;
-}
-
 struct Sums {
   std::vector<Element> dw, db;
 };
 
 template <class Config, class Act>
 Sums launch(const Shape& s, const Data& d, unsigned blocks, Activation kind) {
-  Problem problem{s.N,
-                  s.C,
-                  s.D,
-                  s.H,
-                  s.W,
-                  s.K,
-                  s.T,
-                  s.R,
-                  s.S,
-                  {1, 1, 1},
-                  {s.pad_d, s.pad_h, s.pad_w},
-                  {1, 1, 1},
-                  1,
-                  DType::kFloat32,
-                  Precision::kTf32};
   WgmmaFilterParams p{};
-  static_cast<WgmmaBackwardParams&>(p) = wgmma_backward_params<Config>(problem);
-  const size_t bytes = d.x.size() * sizeof(Element), before = (256 - bytes % 256) % 256;
-  char* memory = static_cast<char*>(aligned_alloc(256, bytes + before));
-  char* x = bytes % 16 == 0 ? memory + before : memory;
-  memcpy(x, d.x.data(), bytes);
-  // M2 from the float64 outputs, as the forward would give it.
-  std::vector<float> m2;
-  for (int64_t i = 0; i < s.N * s.K; ++i) {
-    std::vector<double> y, size;
-    Check::outputs_of(s, d, i / s.K, i % s.K, y, size);
-    double sum = 0;
-    for (const double v : y) {
-      const double delta = check::activate(kind, v) - double(d.mean[size_t(i)]);
-      sum += delta * delta;
-    }
-    m2.push_back(float(sum));
-  }
-  p.x = x, p.w = d.w.data(), p.b = d.bias.empty() ? nullptr : d.bias.data();
+  static_cast<WgmmaBackwardParams&>(p) = wgmma_backward_params<Config>(check::problem_of(s));
+  const check::DeviceCopy x(d.x);
+  const std::vector<float> m2 = Check::m2_of(s, d, kind);
+  p.x = x.data(), p.w = d.w.data(), p.b = d.bias.empty() ? nullptr : d.bias.data();
   p.mean = d.mean.data(), p.m2 = m2.data();
   p.grad_mean = d.grad_mean.data(), p.grad_m2 = d.grad_m2.data();
   blocks = std::min(blocks, unsigned(p.items));
@@ -112,23 +50,14 @@ Sums launch(const Shape& s, const Data& d, unsigned blocks, Activation kind) {
   std::vector<float> filter(size_t(tiles * count * 16 * Config::kTaps), NAN);
   std::vector<float> bias(size_t(tiles * count * 4 * 16), NAN);
   p.filter_partial = filter.data(), p.bias_partial = bias.data();
+  TensorMap map = check::tensor_map(s, p.x, Config::kElementBytes);
+  wgmma_box<Config>(p, false, map.box);
   Act act{};
   if constexpr (std::is_same_v<Act, ActivationFn>) act.kind = kind;
   emulate(dim3(blocks, unsigned(tiles)), dim3(Config::kThreads), size_t(Config::kSharedBytes),
-          conv_activation_moments_backward_wgmma_filter<Config, Act>, p, tensor_map<Config>(s, p),
-          act);
-  free(memory);
-  return {sum_of(filter, count, s.K, Config::kTaps), sum_of(bias, count * 4, s.K, 1)};
+          conv_activation_moments_backward_wgmma_filter<Config, Act>, p, map, act);
+  return {Check::sum_of(filter, count, s.K, Config::kTaps), Check::sum_of(bias, count * 4, s.K, 1)};
 }
-
-#ifdef EVERY_SHAPE
-constexpr bool kEveryShape = true;
-#else
-constexpr bool kEveryShape = false;
-#endif
-
-// Whether the shapes that fall to this kind are run.
-constexpr bool takes(WgmmaOperand kind) { return kEveryShape || kind == kOperand; }
 
 template <int C, int T, int R, int S, WgmmaOverlap kOverlap = kOrdered, int kWarpgroups = 2>
 using Filter = WgmmaFilterConfig<kOperand, C, T, R, S, kOverlap, kWarpgroups, 3>;
@@ -143,11 +72,7 @@ void test(Shape s, std::mt19937_64& random, unsigned blocks, const char* note,
     d = Check::make_data(s, random, kind, kOperand == WgmmaOperand::kFloat16 ? 1 : 1e-7);
   }
   const Check::Expected e = Check::reference(s, d, kind);
-  char text[200];
-  snprintf(text, sizeof text, "N%d C%d D%d H%d W%d K%d k%dx%dx%d p%d,%d,%d %s", int(s.N), int(s.C),
-           int(s.D), int(s.H), int(s.W), int(s.K), int(s.T), int(s.R), int(s.S), int(s.pad_d),
-           int(s.pad_h), int(s.pad_w), note);
-  const std::string name = text;
+  const std::string name = check::name_of(s, note);
   const Sums g = launch<Config, Act>(s, d, blocks, kind);
   Check::compare(name + " dw", g.dw, e.dw, e.dw_square, e.dw_slack);
   Check::compare(name + " db", g.db, e.db, e.db_square, e.db_slack);

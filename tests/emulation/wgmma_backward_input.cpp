@@ -12,84 +12,32 @@
 #define __forceinline__ inline
 #include "cuda/conv_activation_moments_backward_wgmma_input.cuh"
 #include "backward_check.h"
+#include "wgmma_check.h"
 // clang-format on
 
 namespace {
 
 using namespace convnormpool;
+using check::fail;
+using check::kOperand;
 using check::Shape;
+using check::takes;
 
-constexpr WgmmaOperand kOperand = WgmmaOperand::OPERAND;
 using Check = check::Backward<WindowOperand::OPERAND>;
 using Element = Check::Element;
 using Data = Check::Data;
 
 constexpr Activation kHardswish = Activation::kHardswish;
 
-void fail(const char* what) {
-  printf("FAIL %s\n", what);
-  exit(1);
-}
-
-std::vector<float> m2_of(const Shape& s, const Data& d, Activation kind) {
-  std::vector<float> m2;
-  for (int64_t i = 0; i < s.N * s.K; ++i) {
-    std::vector<double> y, size;
-    Check::outputs_of(s, d, i / s.K, i % s.K, y, size);
-    double sum = 0;
-    for (const double v : y) {
-      const double difference = check::activate(kind, v) - double(d.mean[size_t(i)]);
-      sum += difference * difference;
-    }
-    m2.push_back(float(sum));
-  }
-  return m2;
-}
-
-#ifdef EVERY_SHAPE
-constexpr bool kEveryShape = true;
-#else
-constexpr bool kEveryShape = false;
-#endif
-
-// Whether the shapes that fall to this kind are run.
-constexpr bool takes(WgmmaOperand kind) { return kEveryShape || kind == kOperand; }
-
 template <class Config, class Act>
 std::vector<Element> launch(const Shape& s, const Data& d, const std::vector<float>& m2,
                             unsigned blocks, const Act& act, int most_planes) {
-  const Problem problem{s.N,
-                        s.C,
-                        s.D,
-                        s.H,
-                        s.W,
-                        s.K,
-                        s.T,
-                        s.R,
-                        s.S,
-                        {1, 1, 1},
-                        {s.pad_d, s.pad_h, s.pad_w},
-                        {1, 1, 1},
-                        1,
-                        DType::kFloat32,
-                        Precision::kTf32};
-  WgmmaInputParams p = wgmma_input_params<Config>(problem, most_planes);
-  const size_t bytes = d.x.size() * sizeof(Element);
-  char* const x = static_cast<char*>(aligned_alloc(256, (bytes + 255) / 256 * 256));
-  memcpy(x, d.x.data(), bytes);
-  p.x = x, p.w = d.w.data(), p.b = d.bias.empty() ? nullptr : d.bias.data();
+  WgmmaInputParams p = wgmma_input_params<Config>(check::problem_of(s), most_planes);
+  const check::DeviceCopy x(d.x);
+  p.x = x.data(), p.w = d.w.data(), p.b = d.bias.empty() ? nullptr : d.bias.data();
   p.mean = d.mean.data(), p.m2 = m2.data();
   p.grad_mean = d.grad_mean.data(), p.grad_m2 = d.grad_m2.data();
-  TensorMap map{};
-  map.base = x;
-  map.element_bytes = Config::kElementBytes;
-  const int64_t extent[5] = {s.W, s.H, s.D, s.C, s.N};
-  uint64_t stride = Config::kElementBytes;
-  for (int i = 0; i < 5; ++i) {
-    map.extent[i] = uint64_t(extent[i]);
-    map.stride_bytes[i] = stride;
-    stride *= uint64_t(extent[i]);
-  }
+  TensorMap map = check::tensor_map(s, p.x, Config::kElementBytes);
   wgmma_input_box<Config>(map.box);
   // Guard zones around dx.
   constexpr size_t kGuard = 1024;
@@ -106,7 +54,6 @@ std::vector<Element> launch(const Shape& s, const Data& d, const std::vector<flo
     emulate(dim3(blocks), dim3(Config::kThreads), wgmma_input_shared_bytes<Config>(p),
             conv_activation_moments_backward_wgmma_input<Config, Act>, p, map, act);
   }
-  free(x);
   for (size_t i = 0; i < kGuard; ++i) {
     if (float(dx[i]) != 12.5f || float(dx[dx.size() - 1 - i]) != 12.5f) fail("a guard zone");
   }
@@ -123,15 +70,11 @@ void test(Shape s, std::mt19937_64& random, const char* note = "", int most_plan
     d = Check::make_data(s, random, kind, kOperand == WgmmaOperand::kFloat16 ? 1 : 1e-7);
   }
   const Check::Expected e = Check::reference(s, d, kind);
-  const auto m2 = m2_of(s, d, kind);
+  const auto m2 = Check::m2_of(s, d, kind);
   Act act{};
   if constexpr (std::is_same_v<Act, ActivationFn>) act.kind = kind;
   const auto dx = launch<Config>(s, d, m2, 1, act, most_planes);
-  char text[200];
-  snprintf(text, sizeof text, "N%d C%d D%d H%d W%d K%d k%dx%dx%d p%d,%d,%d %s", int(s.N), C,
-           int(s.D), int(s.H), int(s.W), int(s.K), T, R, S, int(s.pad_d), int(s.pad_h),
-           int(s.pad_w), note);
-  Check::compare(text, dx, e.dx, e.dx_square, e.dx_slack);
+  Check::compare(check::name_of(s, note), dx, e.dx, e.dx_square, e.dx_slack);
   if (given) return;
   const auto again = launch<Config>(s, d, m2, 3, act, most_planes);
   if (memcmp(dx.data(), again.data(), dx.size() * sizeof(Element)) != 0) {
@@ -185,7 +128,7 @@ void test_not_finite(std::mt19937_64& random) {
   using Config = WgmmaInputConfig<kOperand, 1, 3, 3, 3>;
   const Shape s{3, 1, 3, 3, 8, 16, 3, 3, 3, 1, 0, 1};
   const Data clean = Check::make_data(s, random, kHardswish);
-  const auto clean_m2 = m2_of(s, clean, kHardswish);
+  const auto clean_m2 = Check::m2_of(s, clean, kHardswish);
   const auto expected = launch<Config>(s, clean, clean_m2, 2, HardswishFn{}, 32);
   const size_t sample = clean.x.size() / 3;
   for (const float bad : {NAN, -INFINITY}) {

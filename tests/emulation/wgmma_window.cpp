@@ -11,15 +11,17 @@
 #undef __forceinline__
 #define __forceinline__ inline
 #include "cuda/conv_activation_moments_wgmma.cuh"
-#include "check.h"
+#include "wgmma_check.h"
 // clang-format on
 
 namespace {
 
 using namespace convnormpool;
+using check::kEveryShape;
+using check::kOperand;
 using check::Shape;
+using check::takes;
 
-constexpr WgmmaOperand kOperand = WgmmaOperand::OPERAND;
 constexpr bool kFloat = kOperand == WgmmaOperand::kTf32 || kOperand == WgmmaOperand::kSplit;
 using Element = std::conditional_t<
     kFloat, float, std::conditional_t<kOperand == WgmmaOperand::kBFloat16, __nv_bfloat16, __half>>;
@@ -57,50 +59,16 @@ std::vector<double> operand(const std::vector<Element>& v) {
 // over the longest chain of products; the halves of a split operand leave out 2^-22.
 constexpr double kTolerance = kOperand == WgmmaOperand::kSplit ? 2e-6 : 1e-6;
 
-template <class Config>
-TensorMap tensor_map(const Shape& s, const WgmmaParams& p, bool rest) {
-  TensorMap map{};
-  map.base = static_cast<const char*>(p.x);
-  map.element_bytes = Config::kElementBytes;
-  const int64_t extent[5] = {s.W, s.H, s.D, s.C, s.N};
-  uint64_t stride = Config::kElementBytes;
-  for (int i = 0; i < 5; ++i) {
-    map.extent[i] = uint64_t(extent[i]);
-    map.stride_bytes[i] = stride;
-    stride *= uint64_t(extent[i]);
-  }
-  wgmma_box<Config>(p, rest, map.box);
-  return map;
-}
-
 struct Moments {
   std::vector<float> mean, m2;
 };
 
 template <class Config, class Act>
 Moments launch(const Shape& s, const Data& d, unsigned blocks, Act act) {
-  Problem problem{s.N,
-                  s.C,
-                  s.D,
-                  s.H,
-                  s.W,
-                  s.K,
-                  s.T,
-                  s.R,
-                  s.S,
-                  {1, 1, 1},
-                  {s.pad_d, s.pad_h, s.pad_w},
-                  {1, 1, 1},
-                  1,
-                  DType::kFloat32,
-                  Precision::kTf32};
-  WgmmaParams p = wgmma_params<Config>(problem);
+  WgmmaParams p = wgmma_params<Config>(check::problem_of(s));
   // As aligned as an allocation on the device, and with the end where it is.
-  const size_t bytes = d.x.size() * sizeof(Element), before = (256 - bytes % 256) % 256;
-  char* memory = static_cast<char*>(aligned_alloc(256, bytes + before));
-  char* x = bytes % 16 == 0 ? memory + before : memory;
-  memcpy(x, d.x.data(), bytes);
-  p.x = x;
+  const check::DeviceCopy x(d.x);
+  p.x = x.data();
   p.w = d.w.data();
   p.b = d.bias.empty() ? nullptr : d.bias.data();
   const size_t tiles = size_t(s.K + 15) / 16;
@@ -110,13 +78,15 @@ Moments launch(const Shape& s, const Data& d, unsigned blocks, Act act) {
   p.partials = partials.data();
   blocks = std::min(blocks, unsigned(p.items));
   wgmma_deal(p, int(blocks));
-  const TensorMap quad_map = tensor_map<Config>(s, p, false);
-  const TensorMap rest_map = tensor_map<Config>(s, p, true);
+  TensorMap maps[2];
+  for (const bool rest : {false, true}) {
+    maps[rest] = check::tensor_map(s, p.x, Config::kElementBytes);
+    wgmma_box<Config>(p, rest, maps[rest].box);
+  }
   emulate(dim3(blocks, unsigned(tiles)), dim3(Config::kThreads), wgmma_shared_bytes<Config>(p),
-          conv_activation_moments_wgmma<Config, Act>, p, quad_map, rest_map, act);
+          conv_activation_moments_wgmma<Config, Act>, p, maps[0], maps[1], act);
   emulate(dim3(unsigned(size_t(s.N) * tiles + 3) / 4), dim3(kWgmmaMergeThreads), 0, wgmma_merge, p,
           moments.mean.data(), moments.m2.data());
-  free(memory);
   return moments;
 }
 
@@ -139,21 +109,8 @@ void run(const Shape& s, const Data& d, const char* note, Activation kind = Acti
     printf("FAIL %s: another grid gives other bits\n", note);
     exit(1);
   }
-  char name[200];
-  snprintf(name, sizeof(name), "%s (%ld,%ld,%ld,%ld,%ld)->%ld k(%ld,%ld,%ld) p(%ld,%ld,%ld)", note,
-           long(s.N), long(s.C), long(s.D), long(s.H), long(s.W), long(s.K), long(s.T), long(s.R),
-           long(s.S), long(s.pad_d), long(s.pad_h), long(s.pad_w));
-  check::compare(name, s, expected, got.mean, got.m2, tolerance);
+  check::compare(check::name_of(s, note), s, expected, got.mean, got.m2, tolerance);
 }
-
-#ifdef EVERY_SHAPE
-constexpr bool kEveryShape = true;
-#else
-constexpr bool kEveryShape = false;
-#endif
-
-// Whether the shapes that fall to this kind are run.
-constexpr bool takes(WgmmaOperand kind) { return kEveryShape || kind == kOperand; }
 
 template <int C, int T, int R, int S, WgmmaOverlap kOverlap = WgmmaOverlap::kOrdered,
           int kWarpgroups = 1, int kStages = 4>

@@ -12,6 +12,7 @@
 namespace {
 
 using namespace convnormpool;
+using check::fail;
 using check::Shape;
 
 constexpr WindowOperand kOperand = WindowOperand::OPERAND;
@@ -20,26 +21,6 @@ using Element = Check::Element;
 using Data = Check::Data;
 using Gradients = Check::Gradients;
 
-void fail(const char* what) {
-  printf("FAIL %s\n", what);
-  exit(1);
-}
-
-// What sum_backward_kernel does, whose blocks of 512 threads would take most of the time.
-std::vector<Element> sum_of(const std::vector<float>& partial, int32_t count, int32_t K,
-                            int32_t length) {
-  std::vector<Element> out;
-  for (int64_t i = 0; i < int64_t(K) * length; ++i) {
-    const int64_t k = i / length;
-    double sum = 0;
-    for (int64_t j = 0; j < count; ++j) {
-      sum += double(partial[size_t(((k / 16 * count + j) * 16 + k % 16) * length + i % length)]);
-    }
-    out.push_back(Element(float(sum)));
-  }
-  return out;
-}
-
 void test_sum(std::mt19937_64& random) {
   const int32_t count = 37, K = 21, length = 2;
   const auto partial =
@@ -47,7 +28,7 @@ void test_sum(std::mt19937_64& random) {
   std::vector<Element> out(size_t(K * length), Element(NAN));
   emulate(dim3(2), dim3(kBackwardSumElements, kBackwardSumSlices), 0, sum_backward_kernel<Element>,
           partial.data(), count, K, length, out.data());
-  const auto expected = sum_of(partial, count, K, length);
+  const auto expected = Check::sum_of(partial, count, K, length);
   for (size_t i = 0; i < out.size(); ++i) {
     if (!(std::fabs(float(out[i]) - float(expected[i])) < 0.05)) fail("the sum over blocks");
   }
@@ -92,8 +73,8 @@ Gradients launch(const Shape& s, const Data& d, int slab_planes, unsigned blocks
   }
   if constexpr (Config::kFilterGradient) {
     const int32_t count = int32_t(blocks);
-    g.dw = sum_of(filter, count * Config::kFilterWarps, p.geometry.K, Config::kTaps);
-    g.db = sum_of(bias, count * Config::kRowWarps, p.geometry.K, 1);
+    g.dw = Check::sum_of(filter, count * Config::kFilterWarps, p.geometry.K, Config::kTaps);
+    g.db = Check::sum_of(bias, count * Config::kRowWarps, p.geometry.K, 1);
   }
   return g;
 }
@@ -110,11 +91,7 @@ void test(Shape s, std::mt19937_64& random, const char* note = "", int slab_plan
     d = Check::make_data(s, random, kind, kOperand == WindowOperand::kFloat16 ? 1 : 1e-7);
   }
   const Check::Expected e = Check::reference(s, d, kind);
-  char text[200];
-  snprintf(text, sizeof text, "N%d C%d D%d H%d W%d K%d k%dx%dx%d p%d,%d,%d %s", int(s.N), C,
-           int(s.D), int(s.H), int(s.W), int(s.K), T, R, S, int(s.pad_d), int(s.pad_h),
-           int(s.pad_w), note);
-  const std::string name = text;
+  const std::string name = check::name_of(s, note);
   const auto filter = launch<Kernel<T, R, S, C, false, Activation_>>(s, d, slab_planes, 2, kind);
   Check::compare(name + " dw", filter.dw, e.dw, e.dw_square, e.dw_slack);
   Check::compare(name + " db", filter.db, e.db, e.db_square, e.db_slack);
