@@ -19,7 +19,7 @@ from . import _checks, ops
 from ._convolution import output_extents
 from ._schemas import LIBRARY
 
-__all__ = ["ConvNormPool"]
+__all__ = ["ConvNormPool", "gradients_by_operators"]
 
 
 _SECOND_DERIVATIVE = (
@@ -235,18 +235,32 @@ class ConvNormPool(torch.autograd.Function):
         x, w = saved[:2]
         # Not kept by the forward: dynamo loses a symbolic one that equals an extent of x.
         count = math.prod(output_extents(x.shape[2:], w.shape[2:], *ctx.convolution[:3]))
-        arguments = (
-            grad_out, *saved, ctx.num_groups, ctx.eps, count, wanted, ctx.convolution
-        )  # fmt: skip
-        # Where a derivative of these gradients could be asked for, it must not come out as zero.
-        again = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-        if again:
-            grads = _Gradients.apply(*arguments)
-        else:
-            with _below_autograd():
-                grads = _gradients(*arguments)
-        found = (g if take else None for g, take in zip(grads, wanted, strict=True))
+        norm = (ctx.num_groups, ctx.eps, count)
+        found = gradients_by_operators(grad_out, saved, *norm, wanted, ctx.convolution)
         return (*found, *(None,) * 11)
+
+
+def gradients_by_operators(
+    grad_out: Tensor,
+    saved: Sequence[Any],
+    num_groups: int,
+    eps: float,
+    count: int,
+    wanted: Sequence[bool],
+    convolution: Sequence[Any],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of (x, w, b, norm_weight, norm_bias); None for an unwanted one.
+
+    ``saved`` are those, mean and m2; ``convolution`` is the operator's arguments behind (x, w, b).
+    """
+    arguments = (grad_out, *saved, num_groups, eps, count, wanted, convolution)
+    # Where a derivative of these gradients could be asked for, it must not come out as zero.
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        grads = _Gradients.apply(*arguments)
+    else:
+        with _below_autograd():
+            grads = _gradients(*arguments)
+    return tuple(g if take else None for g, take in zip(grads, wanted, strict=True))
 
 
 def _gradients(

@@ -56,6 +56,8 @@ class Facts(NamedTuple):
 
 
 Described: TypeAlias = Tensor | Facts
+# Classes of most arguments beside tensors: their values are what is remembered.
+_VALUES = frozenset({type(None), int, float, str, torch.dtype})
 
 
 def remembered(function: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -72,7 +74,9 @@ def remembered(function: Callable[..., _Result]) -> Callable[..., _Result]:
             return function(*args)
         facts: list[Any] = []
         for a in args:
-            if isinstance(a, Tensor):
+            if type(a) in _VALUES:
+                facts.append(a)
+            elif isinstance(a, Tensor):
                 facts.append(Facts(a.shape, a.dtype, a.device))
             elif isinstance(a, tuple | list):
                 if any(type(value) is not int for value in a):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
     "settings_may_interfere",
     "three_axes",
     "weight_grad",
+    "without_autocast",
 ]
 
 _settings_lock = threading.RLock()
@@ -64,6 +65,13 @@ _PRECISION_KEYS = {
 def autocast_enabled(device_type: str) -> bool:
     """Whether autocast is on for a kind of device; "meta" knows none."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast off for a kind of device."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def padding_per_axis(

@@ -14,6 +14,9 @@ __all__ = [
     "conv_act_moments",
     "conv_act_moments_backward",
     "dense",
+    "dense_like",
+    "group_norm_pool",
+    "group_norm_pool_backward",
     "to_channels_last",
 ]
 
@@ -52,6 +55,14 @@ def act_moments_backward(
         return
     code = _ACTIVATION_CODE[activation]
     _compiled._act_moments_backward_out(y, mean, grad_mean, grad_m2, code, dy)
+
+
+def dense_like(parameter: Tensor) -> Tensor:
+    """Room for a parameter's gradient."""
+    # Axes of one element may have any stride, and DistributedDataParallel compares it.
+    if parameter.is_contiguous():
+        return torch.empty_like(parameter)
+    return parameter.new_empty(parameter.shape)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -106,6 +117,38 @@ def conv_act_moments_backward(
         _PRECISION_CODE[conv.precision], decision.gradients_wgmma, dx, dw, db,
         mean.new_empty(workspace) if workspace else None,
     )  # fmt: skip
+
+
+def group_norm_pool(
+    mean: Tensor,
+    m2: Tensor,
+    count: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    eps: float,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Writes the output and the groups' mean and 1/sqrt(var + eps)."""
+    _compiled._group_norm_pool_out(
+        mean, m2, count, _contiguous(weight), _contiguous(bias), num_groups, eps, *results
+    )
+
+
+def group_norm_pool_backward(
+    grad_out: Tensor,
+    mean: Tensor,
+    m2: Tensor,
+    weight: Tensor | None,
+    count: int,
+    num_groups: int,
+    eps: float,
+    wanted: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """Writes the wanted gradients of (mean, m2, weight, bias)."""
+    _compiled._group_norm_pool_backward_out(
+        grad_out.contiguous(), mean, m2, _contiguous(weight), count, num_groups, eps, *wanted
+    )
 
 
 def to_channels_last(x: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _checks, planner, reference
+from . import _checks, _direct, planner, reference
 from ._autograd import ConvNormPool
 from ._checks import Described, Facts
 from ._convolution import (
@@ -19,6 +20,7 @@ from ._convolution import (
     padding_per_axis,
     three_axes,
 )
+from .planner import Convolution
 from .reference import statistics_dtype
 
 __all__ = ["conv_norm_pool"]
@@ -92,9 +94,11 @@ def conv_norm_pool(
             raise ValueError(f"path {path!r} can't run: torch.jit.trace needs the eager path")
         requested = "eager"
     tensors, dtype = _autocast(*given) if autocast else (given, input.dtype)
+    # What is watched may be a fake, of which the planner knows nothing.
+    plan_for = None if _direct.watched(tensors) else requested
     convolution = (stride, padding, dilation, groups, activation, fp32_precision)
     try:
-        call = _settle(*tensors, num_groups, eps, *convolution)
+        call, plan = _settle(*tensors, num_groups, eps, dtype, plan_for, *convolution)
     except ValueError as error:
         if batched:
             raise
@@ -109,6 +113,9 @@ def conv_norm_pool(
         return pooled if batched else pooled.squeeze(0)
     x, w, b, norm_weight, norm_bias = tensors
     x, w = three_axes(pad_behind(x, call.behind)), three_axes(w)
+    if plan is not None:
+        pooled = _direct.run(x, w, b, norm_weight, norm_bias, plan)
+        return pooled if batched else pooled.squeeze(0)
     run = ConvNormPool.apply if _needs_autograd(tensors) else ConvNormPool.forward
     pooled = run(
         x, w, b, norm_weight, norm_bias, num_groups, eps, call.positions, dtype, call.stride,
@@ -172,9 +179,14 @@ def _settle(
     norm_bias: Described | None,
     num_groups: int,
     eps: float,
+    dtype: torch.dtype,
+    path: str | None,
     *convolution: Any,
-) -> Call:
-    """All that a batched call's arguments say, once they are checked."""
+) -> tuple[Call, _direct.Plan | None]:
+    """All that a batched call's arguments say, once they are checked.
+
+    With a path also the plan by which it runs without the operators, if there is one.
+    """
     call = convolution_call(input, weight, bias, *convolution)
     _checks.norm_parameters(norm_weight, norm_bias, weight.shape[0], input)
     for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
@@ -185,7 +197,15 @@ def _settle(
             )
     _checks.num_groups(num_groups, weight.shape[0])
     _checks.epsilon(eps)
-    return call
+    if path is None:
+        return call, None
+    *_, groups, activation, precision = convolution
+    conv = Convolution(call.stride, call.padding, call.dilation, groups, activation, precision)
+    ones = (1,) * (5 - weight.dim())
+    extents = map(operator.add, input.shape[2:], call.behind)
+    x = Facts((*input.shape[:2], *ones, *extents), input.dtype, input.device)
+    w = Facts((*weight.shape[:2], *ones, *weight.shape[2:]), weight.dtype, weight.device)
+    return call, _direct.plan(x, w, conv, path, call.positions, num_groups, eps, dtype)
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

@@ -111,34 +111,33 @@ class _ConvNormPool(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """One value per channel; see :func:`convnormpool.conv_norm_pool`."""
         conv, norm = self.conv, self.group_norm
-        if self._takes_hooks():
+        if self._takes_hooks(conv, norm):
             batched = input.dim() != self._axes + 1
             h = reference.ACTIVATIONS[self.activation](conv(input if batched else input[None]))
             pooled: Tensor = norm(h).flatten(2).mean(dim=2)
             return pooled if batched else pooled.squeeze(0)
         return call(
             input, conv, num_groups=norm.num_groups, norm_weight=norm.weight, norm_bias=norm.bias,
-            eps=norm.eps, activation=self.activation, fp32_precision=self.fp32_precision,
+            eps=norm.eps, activation=self.activation, fp32_precision=_precision(conv),
             path=self.path,
         )  # fmt: skip
 
     @property
     def fp32_precision(self) -> str:
         """ "ieee" or "tf32": how float32 products are formed."""
-        # An nn.Conv that someone put there knows none.
-        return getattr(self.conv, "fp32_precision", "ieee")
+        return _precision(self.conv)
 
     @fp32_precision.setter
     def fp32_precision(self, value: str) -> None:
         _checks.choice("fp32_precision", value, _checks.PRECISIONS)
         self.conv.fp32_precision = value
 
-    def _takes_hooks(self) -> bool:
+    def _takes_hooks(self, conv: _ConvNd, norm: nn.Module) -> bool:
         """Whether the submodules have to be called, which only the eager path does."""
         if (
-            _is_plain(self.conv, self._convolution)
-            and type(self.conv)._conv_forward in _CONV_FORWARDS
-            and _is_plain(self.group_norm, nn.GroupNorm)
+            _is_plain(conv, self._convolution)
+            and type(conv)._conv_forward in _CONV_FORWARDS
+            and _is_plain(norm, nn.GroupNorm)
             and not _has_any_global_hook()
         ):
             return False
@@ -213,6 +212,11 @@ class ConvNormPool1d(_ConvNormPool):
     conv: _Conv1d
 
 
+def _precision(conv: nn.Module) -> str:
+    """How a convolution forms float32 products; an nn.Conv that someone put there doesn't say."""
+    return getattr(conv, "fp32_precision", "ieee")
+
+
 def _is_plain(module: nn.Module, kind: Any) -> bool:
     """Whether a call of the module would do what one of its kind does, and nothing else."""
     own = "forward" in module.__dict__ or type(module).forward is not kind.forward
@@ -271,7 +275,7 @@ def explain(
     _checks.is_tensor("input", input)
     if isinstance(module, _ConvNormPool):
         conv = module.conv
-        if module._takes_hooks():
+        if module._takes_hooks(conv, module.group_norm):
             reasons = {"fused": _HOOKS_REASON, "two_stage": _HOOKS_REASON}
             return Decision(
                 "eager", "PyTorch's operators", "eager", len(input), None, False, 0, 0, reasons

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _kernels, _library, _two_stage, planner, reference
+from . import _checks, _kernels, _library, _paths, planner, reference
 from ._checks import Described
 from ._schemas import LIBRARY
 from .reference import statistics_dtype
@@ -45,8 +45,6 @@ conv_act_moments = torch.ops.convnormpool.conv_act_moments
 conv_act_moments_backward = torch.ops.convnormpool.conv_act_moments_backward
 group_norm_pool = torch.ops.convnormpool.group_norm_pool
 group_norm_pool_backward = torch.ops.convnormpool.group_norm_pool_backward
-
-_compiled = torch.ops.convnormpool
 
 
 def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -139,12 +137,10 @@ def _group_norm_pool(
         return reference.group_norm_pool(mean, m2, count, weight, bias, num_groups, eps, result)
     out = mean.new_empty(mean.shape, dtype=result)
     group_mean = mean.new_empty((mean.shape[0], num_groups))
-    group_rstd = torch.empty_like(group_mean)
-    _compiled._group_norm_pool_out(
-        mean.contiguous(), m2.contiguous(), count, _contiguous(weight), _contiguous(bias),
-        num_groups, eps, out, group_mean, group_rstd,
-    )  # fmt: skip
-    return out, group_mean, group_rstd
+    results = (out, group_mean, torch.empty_like(group_mean))
+    moments = (mean.contiguous(), m2.contiguous())
+    _kernels.group_norm_pool(*moments, count, weight, bias, num_groups, eps, results)
+    return results
 
 
 @_fake("group_norm_pool")
@@ -189,11 +185,13 @@ def _group_norm_pool_backward(
                 grad.copy_(value)
         return grads
     moments, per_weight, per_bias = output_mask
-    _compiled._group_norm_pool_backward_out(
-        grad_out.contiguous(), mean.contiguous(), m2.contiguous(), _contiguous(weight), count,
-        num_groups, eps, grads[0] if moments else None, grads[1] if moments else None,
+    wanted = (
+        grads[0] if moments else None, grads[1] if moments else None,
         grads[2] if per_weight else None, grads[3] if per_bias else None,
     )  # fmt: skip
+    _kernels.group_norm_pool_backward(
+        grad_out, mean.contiguous(), m2.contiguous(), weight, count, num_groups, eps, wanted
+    )
     return grads
 
 
@@ -254,12 +252,8 @@ def _conv_act_moments(
     )  # fmt: skip
     mean = _statistics(x, (x.shape[0], w.shape[0]))
     m2 = torch.empty_like(mean)
-    if x.shape[0] == 0:
-        return mean, m2
-    if decision.path == "fused":
-        _kernels.conv_act_moments(x, w, b, conv, decision, mean, m2)
-    else:
-        _two_stage.forward(x, w, b, conv, decision, mean, m2)
+    if x.shape[0] > 0:
+        _paths.moments(x, w, b, conv, decision, mean, m2)
     return mean, m2
 
 
@@ -308,13 +302,9 @@ def _conv_grads(
     x: Tensor, w: Tensor, b: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the gradients; an unwanted one has no elements."""
-    grad_w = w.new_empty((0,))
-    if output_mask[1]:
-        # Axes of one element may have any stride, and DistributedDataParallel compares it with w's.
-        grad_w = torch.empty_like(w) if w.is_contiguous() else w.new_empty(w.shape)
     return (
         x.new_empty(x.shape if output_mask[0] else (0,)),
-        grad_w,
+        _kernels.dense_like(w) if output_mask[1] else w.new_empty((0,)),
         w.new_empty((w.shape[0] if output_mask[2] else 0,)),
     )
 
@@ -352,12 +342,7 @@ def _conv_act_moments_backward(
         return grads
     moments = (mean.contiguous(), grad_mean.contiguous(), grad_m2.contiguous())
     dx, dw, db = (g if mask else None for g, mask in zip(grads, output_mask, strict=True))
-    if decision.backward == "fused":
-        _kernels.conv_act_moments_backward(
-            x, w, b, conv, decision, moments, m2.contiguous(), (dx, dw, db)
-        )
-    else:
-        _two_stage.backward(x, w, b, conv, decision, moments, (dx, dw, db))
+    _paths.gradients(x, w, b, conv, decision, moments, m2.contiguous(), (dx, dw, db))
     return grads
 
 
@@ -380,7 +365,3 @@ def _conv_act_moments_backward_fake(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _conv_grads(x, w, b, output_mask)
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
