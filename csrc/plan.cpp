@@ -38,7 +38,7 @@ std::string fused_refusal(const Problem& p, const Device& device) {
     }
     return "";
   }
-  return window_refusal(p, device.major);
+  return window_refusal(p, device.major, device.minor);
 }
 
 void plan_two_stage(const Problem& p, const Device& device, Decision& d) {
@@ -121,7 +121,10 @@ Decision plan(const Problem& p, const Device& device, std::optional<Path> reques
   switch (d.path) {
     case Path::kFused:
       d.kernel = "direct convolution with statistics";
-      if (device.cuda) d.kernel += d.wgmma ? " by wgmma" : " by mma.sync";
+      if (device.cuda) {
+        if (window_kernel(p) == WindowKernel::kTaps) d.kernel += " for filters of any extents";
+        d.kernel += d.wgmma ? " by wgmma" : " by mma.sync";
+      }
       break;
     case Path::kTwoStage:
       d.kernel = d.unfolded_channels > 0

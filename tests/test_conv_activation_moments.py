@@ -71,19 +71,12 @@ WINDOWS = (
 )
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("sm_90a", [True, False], ids=["hopper", "portable"])
-@pytest.mark.parametrize("kind", ["ieee", "tf32", "float16", "bfloat16"])
-@pytest.mark.parametrize("case", WINDOWS, ids=str)
-def test_window_kernels(case: Case, kind: str, sm_90a: bool) -> None:
-    """The kernel of compute capability 9.0 where device, build and rows allow it, or the other."""
+def check_kernel(case: Case, kind: str, sm_90a: bool, expected: str) -> None:
     dtype = getattr(torch, kind, torch.float32)
-    sm_90a = sm_90a and has_wgmma()
     x, w, b, *_ = case.tensors(dtype, "cuda")
     assert x is not None and w is not None
     kernel, *found = kernel_moments(case, x, w, b, "tf32" if kind == "tf32" else "ieee", sm_90a)
-    taken = sm_90a and x.shape[4] * x.element_size() % 16 == 0
-    assert kernel == ("wgmma" if taken else "mma.sync")
+    assert kernel == expected
     bias = None if b is None else b.double()
     y = torch.nn.functional.conv3d(x.double(), w.double(), bias, **case.convolution)
     # Tensor cores cut off what falls out of an accumulator, once for each of up to 40 products that
@@ -93,6 +86,41 @@ def test_window_kernels(case: Case, kind: str, sm_90a: bool) -> None:
         eps = torch.finfo(torch.float16).eps * 4
     for a, right in zip(found, reference.act_moments(y, case.activation), strict=True):
         assert (a - right).norm() <= eps * right.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sm_90a", [True, False], ids=["hopper", "portable"])
+@pytest.mark.parametrize("kind", ["ieee", "tf32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_window_kernels(case: Case, kind: str, sm_90a: bool) -> None:
+    """The kernel of compute capability 9.0 where device, build and rows allow it, or the other."""
+    element_size = 4 if kind in ("ieee", "tf32") else 2
+    sm_90a = sm_90a and has_wgmma()
+    by_wgmma = sm_90a and case.input[4] * element_size % 16 == 0
+    check_kernel(case, kind, sm_90a, "wgmma" if by_wgmma else "mma.sync")
+
+
+# Filters that no kernel is compiled for: odd and even extents from 1 to 8, and channels to 16. Rows
+# that end within a block's, one and several segments, slabs, tiles of channels.
+TAPS = (
+    Case("two_channels", (3, 2, 7, 17, 40), 32, (3, 3, 3)),
+    Case("four_channels", (5, 4, 9, 11, 20), 16, (3, 3, 3), padding=(1, 1, 1)),
+    Case("eight_channels", (3, 8, 5, 9, 33), 24, (3, 3, 3), padding=(1, 0, 1)),
+    Case("sixteen_channels", (3, 16, 4, 9, 17), 7, (2, 2, 2), activation="relu"),
+    Case("kernel_5", (3, 1, 12, 14, 30), 16, (5, 5, 5), padding=(2, 2, 2)),
+    Case("kernel_7", (2, 3, 9, 12, 40), 17, (7, 7, 7), padding=(3, 3, 3)),
+    Case("kernel_8", (2, 1, 9, 9, 12), 1, (8, 8, 8), padding=(3, 7, 4)),
+    Case("flat", (9, 3, 1, 19, 33), 64, (1, 3, 3), padding=(0, 1, 1)),
+    Case("pointwise", (4, 2, 3, 5, 9), 16, (1, 1, 1), activation="gelu"),
+    Case("mixed", (7, 1, 70, 9, 11), 257, (2, 5, 4), activation="silu", bias=False),
+)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["ieee", "tf32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", TAPS, ids=str)
+def test_taps_kernel(case: Case, kind: str) -> None:
+    check_kernel(case, kind, has_wgmma(), "mma.sync")
 
 
 def has_fused_gradients() -> bool:

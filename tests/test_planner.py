@@ -217,6 +217,35 @@ def test_counts_beyond_the_hopper_kernel() -> None:
     assert found.kernel_reason == "the problem's extents are beyond the wgmma kernel's counts"
 
 
+@pytest.mark.parametrize(
+    ("channels", "kernel"),
+    [(2, (3, 3, 3)), (4, (4, 4, 4)), (1, (5, 5, 5)), (3, (1, 3, 3))],
+    ids=str,
+)
+def test_filters_of_any_extents(channels: int, kernel: tuple[int, int, int]) -> None:
+    """They have a forward kernel on every device, and the library's gradients."""
+    case = Case("taps", (5, channels, 9, 10, 11), 16, kernel)
+    for device in (HOPPER, AMPERE, BLACKWELL):
+        found = ask(case, device)
+        assert found.path.name == "fused" and not found.wgmma
+        assert found.kernel.endswith("statistics for filters of any extents by mma.sync")
+        assert found.backward_path.name == "two_stage"
+        assert "compiled for filters" in found.backward_reason
+    assert "compiled for filters" in ask(case, HOPPER).kernel_reason
+
+
+def test_filters_beyond_shared_memory() -> None:
+    """What a block may have differs between devices."""
+    case = Case("taps", (5, 8, 9, 10, 11), 16, (5, 5, 5))
+    assert ask(case, HOPPER, dtype="float16").path.name == "fused"
+    found = ask(case, AMPERE, dtype="float16")
+    assert found.path.name == "two_stage"
+    assert "bytes of shared memory" in found.reason[0]
+    for beyond in (Case("wide", (5, 1, 9, 10, 11), 16, (3, 3, 9)),
+                   Case("many", (5, 17, 9, 10, 11), 16, (3, 3, 3))):  # fmt: skip
+        assert "at most 8 on each axis over at most 16" in ask(beyond, HOPPER).reason[0]
+
+
 def test_only_the_fused_path_has_the_hopper_kernel() -> None:
     for requested in ("two_stage", "eager"):
         found = ask(WINDOWS[0], HOPPER, requested)

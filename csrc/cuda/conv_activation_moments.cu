@@ -3,6 +3,7 @@
 
 #include "cuda/conv_activation_moments_host.cuh"
 #include "cuda/conv_activation_moments_launch.cuh"
+#include "cuda/conv_activation_moments_taps_launch.cuh"
 #ifdef CONVNORMPOOL_SM_90A
 #include "cuda/conv_activation_moments_wgmma_launch.cuh"
 #endif
@@ -20,7 +21,7 @@ void conv_act_moments_out(Tensor x, Tensor w, std::optional<Tensor> b, std::vect
   check_activation(activation);
   const DeviceScope scope(x);
   const DeviceFacts facts;
-  std::string refusal = window_refusal(p, facts.major);
+  std::string refusal = window_refusal(p, facts.major, facts.minor);
   if (refusal.empty() && wgmma) {
     STD_TORCH_CHECK(wgmma_device(facts.major, facts.minor),
                     "the wgmma kernel needs compute capability 9.0, not ", facts.major, '.',
@@ -60,19 +61,24 @@ void conv_act_moments_out(Tensor x, Tensor w, std::optional<Tensor> b, std::vect
   }
 #endif
 
-  WindowLaunch launch{window_kernel(p), {}, activation, facts.sm_count, scope.stream()};
-  WindowParameters& parameters = launch.parameters;
-  parameters.x = x.data_ptr();
-  parameters.w = w.data_ptr();
-  parameters.bias = b ? b->data_ptr() : nullptr;
-  parameters.partial = partials;
-  parameters.N = static_cast<int32_t>(p.N);
-  parameters.geometry = window_geometry_of(p);
-  dispatch_operand<WindowOperand>(
-      p, [&](auto operand) { launch_window<decltype(operand)::value>(launch); });
+  const int32_t samples = static_cast<int32_t>(p.N);
+  const WindowGeometry geometry = window_geometry_of(p);
+  const void* const bias = b ? b->data_ptr() : nullptr;
+  dispatch_operand<WindowOperand>(p, [&](auto operand) {
+    constexpr WindowOperand kOperand = decltype(operand)::value;
+    if (window_kernel(p) == WindowKernel::kTaps) {
+      const TapsParameters parameters{x.data_ptr(), w.data_ptr(),   bias,    partials,
+                                      samples,      taps_filter(p), geometry};
+      return launch_taps<kOperand>({parameters, taps_channel_tiles(p, facts.major, facts.minor),
+                                    activation, facts.sm_count, scope.stream()});
+    }
+    const WindowParameters parameters{x.data_ptr(), w.data_ptr(), bias,
+                                      partials,     samples,      geometry};
+    launch_window<kOperand>(
+        {window_kernel(p), parameters, activation, facts.sm_count, scope.stream()});
+  });
   merge_window_kernel<<<linear_grid((p.N * p.K + kMergeThreads - 1) / kMergeThreads), kMergeThreads,
-                        0, launch.stream>>>(parameters.geometry, parameters.N, partials, mean_data,
-                                            m2_data);
+                        0, scope.stream()>>>(geometry, samples, partials, mean_data, m2_data);
   check_launch("merge_window_kernel", {p.N, p.K});
 }
 

@@ -66,6 +66,7 @@ void launch_backward(const BackwardLaunch& launch) {
         return launch_backward_wanted<kOperand, 3, 1>(launch, fn);
       case WindowKernel::k3x3x3Channels3:
         return launch_backward_wanted<kOperand, 3, 3>(launch, fn);
+      case WindowKernel::kTaps:
       case WindowKernel::kNone:
         break;
     }

@@ -58,6 +58,7 @@ void launch_window(const WindowLaunch& launch) {
       case WindowKernel::k3x3x3Channels3:
         return launch_window_kernel<
             WindowConfig<3, 3, 3, 3, kOperand, Fn, true, kWindowTiles, 0, kFewBlocks>>(launch, fn);
+      case WindowKernel::kTaps:
       case WindowKernel::kNone:
         break;
     }

@@ -6,20 +6,23 @@
 #include <limits>
 #include <string>
 
+#include "cuda/conv_activation_moments_taps_map.h"
 #include "cuda/conv_activation_moments_wgmma_plan.h"
 #include "cuda/conv_activation_moments_window_map.h"
 #include "problem.h"
 
 namespace convnormpool {
 
-// The compiled window kernels. "Short rows": no padding in H and W, and one segment of 24 to 32
-// outputs holds a row of an even number of inputs, so that loads are in pairs and none is masked.
+// The compiled window kernels, and the one for filters of any extents (kTaps). "Short rows": no
+// padding in H and W, and one segment of 24 to 32 outputs holds a row of an even number of inputs,
+// so that loads are in pairs and none is masked.
 enum class WindowKernel : int32_t {
   kNone,
   k4x4x4Channels3ShortRows,
   k4x4x4Channels3,
   k3x3x3Channels1,
   k3x3x3Channels3,
+  kTaps,
 };
 
 // Output columns of a segment, in tiles of 8. Four tiles' accumulators and masks do not fit beside
@@ -28,6 +31,8 @@ constexpr int32_t kWindowTiles = 4, kWindowFewTiles = 2;
 constexpr int32_t window_tiles(WindowKernel kernel) {
   return kernel == WindowKernel::k4x4x4Channels3 ? kWindowFewTiles : kWindowTiles;
 }
+// The taps kernel takes this many input channels.
+constexpr int64_t kTapsMostChannels = 16;
 // What x must be aligned to, in elements, for the kernel of short rows.
 constexpr int64_t kWindowAlignment = 2;
 // Output planes of a slab: deep samples are cut so that few of them fill the device.
@@ -46,7 +51,28 @@ inline WindowKernel window_kernel(const Problem& p) {
   }
   if (has_filter(p, 3, 1)) return WindowKernel::k3x3x3Channels1;
   if (has_filter(p, 3, 3)) return WindowKernel::k3x3x3Channels3;
-  return WindowKernel::kNone;
+  const bool small = p.T <= kTapsMostExtent && p.R <= kTapsMostExtent && p.S <= kTapsMostExtent;
+  return small && p.C <= kTapsMostChannels ? WindowKernel::kTaps : WindowKernel::kNone;
+}
+
+// The filter of a problem that falls to the taps kernel, and what a block of it needs.
+inline TapsFilter taps_filter(const Problem& p) {
+  return {static_cast<int32_t>(p.C), static_cast<int32_t>(p.T), static_cast<int32_t>(p.R),
+          static_cast<int32_t>(p.S)};
+}
+inline int64_t taps_bytes(const Problem& p, int32_t channel_tiles) {
+  const bool split = p.dtype == DType::kFloat32 && p.precision == Precision::kIeee;
+  return taps_memory(taps_filter(p), split ? 2 : 1, channel_tiles).total;
+}
+// Shared memory that a block may have on a device of compute capability major.minor; of those that
+// are not known, the least.
+constexpr int64_t taps_most_bytes(int32_t major, int32_t minor) {
+  if (major == 9 || major == 10) return 227 * 1024;
+  return (major == 8 && (minor == 0 || minor == 7) ? 163 : 99) * 1024;
+}
+// Tiles of 16 output channels of a block.
+inline int32_t taps_channel_tiles(const Problem& p, int32_t major, int32_t minor) {
+  return p.K > 16 && taps_bytes(p, 2) <= taps_most_bytes(major, minor) ? 2 : 1;
 }
 
 inline WindowGeometry window_geometry_of(const Problem& p) {
@@ -56,9 +82,9 @@ inline WindowGeometry window_geometry_of(const Problem& p) {
                          narrow(p.padding[2]), kWindowSlabPlanes, window_tiles(window_kernel(p)));
 }
 
-// Why no window kernel takes the problem on a device of compute capability major.x; empty if one
-// does.
-inline std::string window_refusal(const Problem& p, int32_t major) {
+// Why no window kernel takes the problem on a device of compute capability major.minor; empty if
+// one does.
+inline std::string window_refusal(const Problem& p, int32_t major, int32_t minor) {
   if (major < 8) return "the fused kernels need compute capability 8.0 or later";
   if (p.dtype == DType::kFloat64) return "the fused kernels take no float64";
   for (int i = 0; i < 3; ++i) {
@@ -67,11 +93,17 @@ inline std::string window_refusal(const Problem& p, int32_t major) {
     }
   }
   if (p.groups != 1) return "the fused kernels take no grouped convolutions";
-  if (window_kernel(p) == WindowKernel::kNone) {
-    return "the fused kernels take filters 4x4x4 with 3 input channels and 3x3x3 with 1 or 3; "
-           "this one is " +
-           std::to_string(p.T) + "x" + std::to_string(p.R) + "x" + std::to_string(p.S) + " with " +
-           std::to_string(p.C);
+  const WindowKernel kernel = window_kernel(p);
+  if (kernel == WindowKernel::kNone) {
+    return "the fused kernels take filters of at most " + std::to_string(kTapsMostExtent) +
+           " on each axis over at most " + std::to_string(kTapsMostChannels) +
+           " input channels; this one is " + std::to_string(p.T) + "x" + std::to_string(p.R) + "x" +
+           std::to_string(p.S) + " over " + std::to_string(p.C);
+  }
+  if (kernel == WindowKernel::kTaps && taps_bytes(p, 1) > taps_most_bytes(major, minor)) {
+    return "the filter and the input planes under it need " + std::to_string(taps_bytes(p, 1)) +
+           " bytes of shared memory, and a block may have " +
+           std::to_string(taps_most_bytes(major, minor));
   }
   const int64_t filter[3] = {p.T, p.R, p.S};
   for (int i = 0; i < 3; ++i) {

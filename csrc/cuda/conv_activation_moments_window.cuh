@@ -73,14 +73,14 @@ __device__ __forceinline__ int* weight_exponents() {
 }
 
 template <class Config>
-__device__ __forceinline__ float load_bias(const WindowParameters& p, int k) {
-  if (p.bias == nullptr || k >= p.geometry.K) return 0.0f;
+__device__ __forceinline__ float load_bias(const void* bias, int channels, int k) {
+  if (bias == nullptr || k >= channels) return 0.0f;
   if constexpr (Config::kOperand == WindowOperand::kFloat16) {
-    return __half2float(static_cast<const __half*>(p.bias)[k]);
+    return __half2float(static_cast<const __half*>(bias)[k]);
   } else if constexpr (Config::kOperand == WindowOperand::kBFloat16) {
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[k]);
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(bias)[k]);
   } else {
-    return static_cast<const float*>(p.bias)[k];
+    return static_cast<const float*>(bias)[k];
   }
 }
 
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       exponents[i] = weight_exponent<Config>(p, first_channel + 8 * i);
       if (lane % 4 == 0) weight_exponents<Config>()[8 * i] = exponents[i];
     }
-    state.bias[i] = load_bias<Config>(p, first_channel + 8 * i);
+    state.bias[i] = load_bias<Config>(p.bias, p.geometry.K, first_channel + 8 * i);
   }
   load_weights<Config>(p, 16 * static_cast<int>(blockIdx.y), lane, exponents, state.a);
 
