@@ -238,7 +238,8 @@ def test_filters_beyond_shared_memory() -> None:
     """What a block may have differs between devices."""
     case = Case("taps", (5, 8, 9, 10, 11), 16, (5, 5, 5))
     assert ask(case, HOPPER, dtype="float16").path.name == "fused"
-    found = ask(case, AMPERE, dtype="float16")
+    assert ask(case, AMPERE, dtype="float16").path.name == "fused"
+    found = ask(case, AMPERE | {"minor": 6}, dtype="float16")
     assert found.path.name == "two_stage"
     assert "bytes of shared memory" in found.reason[0]
     for beyond in (Case("wide", (5, 1, 9, 10, 11), 16, (3, 3, 9)),

@@ -11,8 +11,6 @@
 namespace convnormpool {
 namespace {
 
-constexpr int kMergeThreads = 64;
-
 void conv_act_moments_out(Tensor x, Tensor w, std::optional<Tensor> b, std::vector<int64_t> stride,
                           std::vector<int64_t> padding, std::vector<int64_t> dilation,
                           int64_t groups, int64_t activation, int64_t precision, bool wgmma,
@@ -77,8 +75,9 @@ void conv_act_moments_out(Tensor x, Tensor w, std::optional<Tensor> b, std::vect
     launch_window<kOperand>(
         {window_kernel(p), parameters, activation, facts.sm_count, scope.stream()});
   });
-  merge_window_kernel<<<linear_grid((p.N * p.K + kMergeThreads - 1) / kMergeThreads), kMergeThreads,
-                        0, scope.stream()>>>(geometry, samples, partials, mean_data, m2_data);
+  const int64_t tiles = (p.K + kMergeChannels - 1) / kMergeChannels;
+  merge_window_kernel<<<linear_grid(p.N * tiles), kMergeChannels * kMergeLanes, 0,
+                        scope.stream()>>>(geometry, partials, mean_data, m2_data);
   check_launch("merge_window_kernel", {p.N, p.K});
 }
 

@@ -18,7 +18,7 @@
 //
 // Launch conv_taps_kernel<Config> with kTapsThreads threads, taps_memory().total bytes of dynamic
 // shared memory and a grid of (blocks, ceil(K / (16 tiles))), any number of blocks, then
-// merge_window_kernel with one thread for each (sample, channel).
+// merge_window_kernel with a block for each 16 channels of a sample.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -172,30 +172,31 @@ struct Block {
 
   // ---- input planes
 
-  // Calls f(element, row, column) for this thread's elements of input plane d: rows of all channels
-  // from h on, columns from w on; zeros where there are none.
+  // Calls visit(x0, x1, row) for the elements of columns 2 lane and 2 lane + 1 of input plane d:
+  // rows of all channels from h on, columns from w on; zeros where there are none. All lanes take
+  // part.
   template <class F>
   __device__ __forceinline__ void visit_plane(int sample, int d, int h, int w,
                                               const F& visit) const {
     const WindowGeometry& s = p.geometry;
-    const int columns = 32 + f.S - 1, rows = f.C * f.rows();
-    int ci = 0, row = warp;  // there are at least as many rows of a channel as warps
+    const int column = w + 2 * lane, channel_rows = f.rows(), rows = f.C * channel_rows;
+    const bool wanted = 2 * lane < kTapsPitch;
+    const bool first = wanted && column >= 0 && column < s.W;
+    const bool second = wanted && column + 1 >= 0 && column + 1 < s.W;
+    const int64_t channel_stride = static_cast<int64_t>(s.D) * s.H * s.W;
+    int row = warp;  // there are at least as many rows of a channel as warps
+    const Raw* from = static_cast<const Raw*>(p.x) +
+                      static_cast<int64_t>(sample) * f.C * channel_stride +
+                      (static_cast<int64_t>(d) * s.H + h + row) * s.W + column;
+#pragma unroll 4
     for (int i = warp; i < rows; i += kTapsRows) {
       const bool inside = h + row >= 0 && h + row < s.H;
-      const Raw* const from =
-          static_cast<const Raw*>(p.x) +
-          (((static_cast<int64_t>(sample) * f.C + ci) * s.D + d) * s.H + h + row) * s.W + w;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int column = lane + 32 * half;
-        if (column >= columns) break;
-        const bool exists = inside && w + column >= 0 && w + column < s.W;
-        visit(window::load_if(exists, from + column), i, column);
-      }
+      visit(window::load_if(inside && first, from), window::load_if(inside && second, from + 1), i);
       row += kTapsRows;
-      if (row >= f.rows()) {
-        row -= f.rows();
-        ++ci;
+      from += static_cast<int64_t>(kTapsRows) * s.W;
+      if (row >= channel_rows) {
+        row -= channel_rows;
+        from += channel_stride - static_cast<int64_t>(channel_rows) * s.W;
       }
     }
   }
@@ -221,23 +222,23 @@ struct Block {
       if (threadIdx.x == 0) plane_exponents()[slot] = exponent;
       scale = window::power_of_two(exponent);
     }
-    visit_plane(sample, d, h, w, [&](Raw x, int row, int column) {
-      uint16_t part[kParts];
+    visit_plane(sample, d, h, w, [&](Raw x0, Raw x1, int row) {
+      uint32_t pair[kParts];
       if constexpr (Config::kScaled) {
-        const __half high = __float2half_rn(x * scale);
-        part[0] = __half_as_ushort(high);
-        if constexpr (Config::kSplit) {
-          part[1] = __half_as_ushort(__float2half_rn(x * scale - __half2float(high)));
-        }
+        window::round_pair(x0 * scale, x1 * scale, pair);
       } else {
-        part[0] = x;
+        pair[0] = window::pack(x0, x1);
       }
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        uint16_t* const copy = reinterpret_cast<uint16_t*>(to + i * f.plane_bytes());
-        const int at = row * kTapsPitch + column;
-        copy[at] = part[i];
-        if (column > 0) copy[f.copy_bytes() / 2 + at - 1] = part[i];
+        // One column on: the second half of this pair and the first of the next.
+        const uint32_t moved =
+            __byte_perm(pair[i], __shfl_down_sync(kFullWarp, pair[i], 1), 0x5432);
+        uint32_t* const copy = reinterpret_cast<uint32_t*>(to + i * f.plane_bytes());
+        if (2 * lane < kTapsPitch) {
+          copy[row * (kTapsPitch / 2) + lane] = pair[i];
+          copy[f.copy_bytes() / 4 + row * (kTapsPitch / 2) + lane] = moved;
+        }
       }
     });
   }

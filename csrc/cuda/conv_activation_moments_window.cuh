@@ -23,8 +23,8 @@
 //
 // Launch conv_window_kernel<Config> with Config::kThreads threads, Config::kSharedBytes of dynamic
 // shared memory and a grid of (blocks, ceil(K / 16)), any number of blocks (warps take pieces in
-// turn; kBlocksPerSm of them run at once on an SM), then merge_window_kernel with one thread for
-// each (sample, channel).
+// turn; kBlocksPerSm of them run at once on an SM), then merge_window_kernel with a block for
+// each 16 channels of a sample.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -416,28 +416,50 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
 }
 
-// mean and m2 (N, K) from the pieces' moments, in float64 and in the pieces' order.
-static __global__ void merge_window_kernel(const WindowGeometry geometry, int32_t N,
-                                           const float2* __restrict__ partial,
-                                           float* __restrict__ mean, float* __restrict__ m2) {
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (at >= static_cast<int64_t>(N) * geometry.K) return;
+constexpr int kMergeChannels = 16, kMergeLanes = 16;  // of a block
+
+// mean and m2 (N, K) from the pieces' moments, in float64: a block for 16 channels of a sample, 16
+// threads for each. A thread takes every 16th piece, and a fixed tree joins what they have.
+static __global__ void __launch_bounds__(kMergeChannels* kMergeLanes)
+    merge_window_kernel(const WindowGeometry geometry, const float2* __restrict__ partial,
+                        float* __restrict__ mean, float* __restrict__ m2) {
+  __shared__ double counts[kMergeLanes][kMergeChannels];
+  __shared__ double firsts[kMergeLanes][kMergeChannels], seconds[kMergeLanes][kMergeChannels];
+  const int K = geometry.K, tiles = (K + kMergeChannels - 1) / kMergeChannels;
+  const int channel = static_cast<int>(threadIdx.x) % kMergeChannels;
+  const int thread = static_cast<int>(threadIdx.x) / kMergeChannels;
+  const int64_t sample = blockIdx.x / static_cast<unsigned>(tiles);
+  const int k =
+      static_cast<int>(blockIdx.x % static_cast<unsigned>(tiles)) * kMergeChannels + channel;
   const int32_t pieces = window_pieces(geometry);
-  const float2* p = partial + at / geometry.K * pieces * geometry.K + at % geometry.K;
+  const float2* const p = partial + sample * pieces * K + min(k, K - 1);
   const double pivot = p[0].x;
   double count = 0.0, first = 0.0, second = 0.0;
-  for (int32_t i = 0; i < pieces; ++i, p += geometry.K) {
+  for (int32_t i = thread; i < pieces; i += kMergeLanes) {
     const WindowPiece piece = window_piece(geometry, i);
+    const float2 moments = p[static_cast<int64_t>(i) * K];
     const double n = static_cast<double>(piece.planes) * piece.columns;
-    const double d = p->x - pivot;
+    const double d = moments.x - pivot;
     count += n;
     first += n * d;
-    second += n * d * d + p->y;
+    second += n * d * d + moments.y;
   }
-  const double difference = first / count;
-  const double sum = second - difference * first;
-  mean[at] = static_cast<float>(pivot + difference);
-  m2[at] = static_cast<float>(sum < 0.0 ? 0.0 : sum);
+  counts[thread][channel] = count;
+  firsts[thread][channel] = first;
+  seconds[thread][channel] = second;
+  for (int span = kMergeLanes / 2; span > 0; span /= 2) {
+    __syncthreads();
+    if (thread < span) {
+      counts[thread][channel] += counts[thread + span][channel];
+      firsts[thread][channel] += firsts[thread + span][channel];
+      seconds[thread][channel] += seconds[thread + span][channel];
+    }
+  }
+  if (thread > 0 || k >= K) return;
+  const double difference = firsts[0][channel] / counts[0][channel];
+  const double sum = seconds[0][channel] - difference * firsts[0][channel];
+  mean[sample * K + k] = static_cast<float>(pivot + difference);
+  m2[sample * K + k] = static_cast<float>(sum < 0.0 ? 0.0 : sum);
 }
 
 }  // namespace convnormpool

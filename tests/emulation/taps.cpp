@@ -78,7 +78,7 @@ Moments launch(const Shape& s, const Data& d, int slab_planes, unsigned blocks, 
   emulate(dim3(blocks, tiles), dim3(kTapsThreads),
           size_t(taps_memory(p.filter, Config::kParts, Config::kTiles).total),
           conv_taps_kernel<Config>, p, activation);
-  emulate(dim3(unsigned(s.N * s.K + 127) / 128), dim3(128), 0, merge_window_kernel, p.geometry, p.N,
+  emulate(dim3(unsigned(s.N * ((s.K + 15) / 16))), dim3(256), 0, merge_window_kernel, p.geometry,
           partial.data(), moments.mean.data(), moments.m2.data());
   return moments;
 }

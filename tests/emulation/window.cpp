@@ -73,7 +73,7 @@ void launch(const Shape& s, const Data& d, int slab_planes, unsigned blocks, Act
   }
   emulate(dim3(blocks, unsigned(s.K + 15) / 16), dim3(Config::kThreads), Config::kSharedBytes,
           conv_window_kernel<Config>, p, activation);
-  emulate(dim3(unsigned(s.N * s.K + 127) / 128), dim3(128), 0, merge_window_kernel, p.geometry, p.N,
+  emulate(dim3(unsigned(s.N * ((s.K + 15) / 16))), dim3(256), 0, merge_window_kernel, p.geometry,
           partial.data(), mean.data(), m2.data());
 }
 
