@@ -24,6 +24,7 @@ PROGRAMS = [
     *(("window_backward", operand) for operand in OPERANDS),
     *(("wgmma_window", operand) for operand in OPERANDS),
     *(("window", operand) for operand in OPERANDS),
+    *(("taps", operand) for operand in OPERANDS),
     ("reductions", ""),
     ("window_map", ""),
 ]
