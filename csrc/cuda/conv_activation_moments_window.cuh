@@ -84,6 +84,20 @@ __device__ __forceinline__ float load_bias(const void* bias, int channels, int k
   }
 }
 
+// A piece's (mean, M2) from a lane's sums about its pivot, joined across the four lanes that share
+// a channel.
+__device__ __forceinline__ float2 piece_moments(const WindowPiece& piece, int live, float pivot,
+                                                float sum, float square) {
+  const int count = piece.planes * (((live + 7) >> 3) + ((live + 6) >> 3));
+  const float inverse_count = count > 0 ? 1.0f / static_cast<float>(count) : 0.0f;
+  const float mean = __fmul_rn(sum, inverse_count);
+  const float m2 = fmaf(-mean, sum, square);
+  Moments<float> moments{count > 0 ? pivot : 0.0f, static_cast<float>(count), mean,
+                         m2 < 0.0f ? 0.0f : m2};
+  lanes_join(moments, 4);
+  return make_float2(moments.pivot + moments.mean, moments.m2);
+}
+
 // A lane's accumulators and sums. Index 0 of a pair is output channel lane / 4, 1 is lane / 4 + 8.
 template <class Config>
 struct Lane {
@@ -263,19 +277,9 @@ struct Lane {
     live = window_live(piece, lane);
   }
 
-  // The piece's moments, joined across the four lanes that share a channel.
   __device__ __forceinline__ void finish(const WindowPiece& piece, float2 (&result)[2]) {
-    const int count = piece.planes * (((live + 7) >> 3) + ((live + 6) >> 3));
-    const float inverse_count = count > 0 ? 1.0f / static_cast<float>(count) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float mean = __fmul_rn(sum[i], inverse_count);
-      const float m2 = fmaf(-mean, sum[i], square[i]);
-      Moments<float> moments{count > 0 ? pivot[i] : 0.0f, static_cast<float>(count), mean,
-                             m2 < 0.0f ? 0.0f : m2};
-      lanes_join(moments, 4);
-      result[i] = make_float2(moments.pivot + moments.mean, moments.m2);
-    }
+    for (int i = 0; i < 2; ++i) result[i] = piece_moments(piece, live, pivot[i], sum[i], square[i]);
   }
 };
 
