@@ -37,6 +37,9 @@ __global__ void kernel(int fault, const float* x, float* out) {
     case 7:  // half of those that a barrier waits for
       if (lane < 32) barrier_sync(1, 64);
       break;
+    case 8:  // a sum beyond int
+      staged[lane] = float(lane + INT_MAX);
+      break;
     default:
       staged[lane] = x[lane];
       __syncthreads();

@@ -7,9 +7,6 @@
 #include "ptx.cuh"
 #include "ptx_hopper.cuh"
 
-// Inlined as on the device the kernel's copies of a step take a compiler minutes.
-#undef __forceinline__
-#define __forceinline__ inline
 #include "cuda/conv_activation_moments_backward_wgmma_input.cuh"
 #include "backward_check.h"
 #include "wgmma_check.h"

@@ -7,9 +7,6 @@
 #include "ptx.cuh"
 #include "ptx_hopper.cuh"
 
-// Inlined as on the device the kernel's copies of a plane take a compiler minutes.
-#undef __forceinline__
-#define __forceinline__ inline
 #include "cuda/conv_activation_moments_wgmma.cuh"
 #include "wgmma_check.h"
 // clang-format on

@@ -16,7 +16,8 @@
 #define __host__
 #define __constant__ static const
 #define __shared__ static thread_local
-#define __forceinline__ inline __attribute__((always_inline))
+// Inlined as on the device the kernels' copies of a step take a compiler minutes.
+#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
