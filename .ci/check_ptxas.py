@@ -37,8 +37,8 @@ ALLOWED = {
     r"backward_wgmma_inputI.*WgmmaOperandE3ELi3ELi3ELi3ELi3E": 64,
     # The forward by mma.sync in tf32 for short rows: twelve warps on an SM.
     r"conv_window_kernelI.*ConfigILi4ELi4ELi4ELi3E.*WindowOperandE0E.*HardswishFnELb0E": 8,
-    # The forward for filters of any extents, float32 and two tiles of channels: two blocks on an SM,
-    # timed as it is.
+    # The forward for filters of any extents, float32 and two tiles of channels: two blocks on an
+    # SM, timed as it is.
     r"conv_taps_kernelI.*WindowOperandE[03]E.*Li2E": 112,
     # The filter's gradient by mma.sync for a 4x4x4 filter: three blocks on an SM, of 168 registers.
     r"backward_window_kernelI.*ConfigILi4ELi4ELi4ELi3E.*Li2ELi1ELi3E": 112,

@@ -137,7 +137,7 @@ def test_mean_far_from_zero(ratio: int, dtype: torch.dtype, layout: str, device:
     eps = torch.finfo(dtype).eps
     # In float64 the oracle's own sums round as well.
     assert ((mean - right_mean).abs() <= 16 * eps * ratio).all()
-    # Deviations near 1, each off by eps * ratio at random; a sum of n terms is off by eps * sqrt(n).
+    # Deviations near 1, each off by eps * ratio at random; a sum of n terms by eps * sqrt(n).
     root = math.sqrt(3001)
     relative = eps * (16 + ratio / root + (root if dtype == torch.float64 else 0))
     assert ((m2 - right_m2).abs() <= 4 * relative * right_m2).all()
