@@ -183,7 +183,9 @@ struct Operands {
   __device__ __forceinline__ void find_largest(int sample, int d, int h, int w) const {
     if constexpr (Config::kScaled) {
       float largest = 0.0f;
-      visit_plane(sample, d, h, w, [&](float x, int, int) { largest = fmaxf(largest, fabsf(x)); });
+      visit_plane(sample, d, h, w, [&](float x0, float x1, int) {
+        largest = fmaxf(largest, fmaxf(fabsf(x0), fabsf(x1)));
+      });
       const uint32_t most = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
       if (lane == 0) largest_magnitudes(d)[warp] = most;
     }

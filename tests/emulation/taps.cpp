@@ -151,6 +151,16 @@ int main() {
   with({1, 1, 8, 2, 9, 1, 8, 2, 8, 7, 1, 7},
        [](auto s, auto d) { run<HardswishFn, 1>(s, d, "8, all padding"); });
   if constexpr (kOperand == WindowOperand::kTf32 || kOperand == WindowOperand::kSplit) {
+    // An element alone, in a column of either parity, and one far larger than its neighbours: the
+    // scale must see it.
+    for (const int pad : {0, 1}) {
+      with({1, 1, 1, 1, 1, 17, 2, 2, pad + 1, 1, 1, pad},
+           [](auto s, auto d) { run<HardswishFn, 2>(s, d, "one element"); });
+      with({1, 1, 1, 1, 8, 16, 1, 1, 2}, [&](auto s, auto d) {
+        d.x[size_t(4 + pad)] = Element(1e6f);
+        run<HardswishFn, 1>(s, d, "one large element");
+      });
+    }
     // Planes of growing and falling sizes.
     for (const int sign : {1, -1}) {
       with({1, 2, 8, 4, 10, 16, 3, 3, 3}, [&](auto s, auto d) {
