@@ -182,3 +182,23 @@ def test_the_path_is_that_of_the_forward(device: str, monkeypatch: pytest.Monkey
         monkeypatch.delenv("CONVNORMPOOL_PATH")
 
     assert_same_bits(results(tensors, grad_out, "auto", nullcontext, elsewhere), wanted)
+
+
+@pytest.mark.parametrize("path", ["fused", "two_stage"])
+def test_strided_saved_tensors(path: str) -> None:
+    """A hook on saved tensors may give them out with other strides."""
+    case = Case("strided", (2, 3, 4, 5, 6), 8, (2, 2, 2), 2)
+    tensors = [t for t in case.tensors(torch.float32, "cpu") if t is not None]
+    convolution = {"num_groups": case.num_groups, "path": path}
+
+    def gradients(strided: bool) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        x, w, b, gamma, beta = leaves
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.detach(), lambda t: torch.stack([t, t], -1)[..., 0] if strided else t
+        ):
+            out = conv_norm_pool(x, w, b, norm_weight=gamma, norm_bias=beta, **convolution)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    for a, b in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(a, b)

@@ -130,8 +130,9 @@ class ConvNormPool(torch.autograd.Function):
         plan: Plan = ctx.plan
         wanted = ctx.needs_input_grad[:5]
         saved = ctx.saved_tensors  # once: checkpointing gives them out no second time
-        if not (torch.is_grad_enabled() or watched((grad_out, *saved))):
-            return (*_gradients(plan, wanted, grad_out, *saved), None)
+        given = (grad_out, *saved)
+        if not (torch.is_grad_enabled() or watched(given) or _replaced(*saved)):
+            return (*_gradients(plan, wanted, *given), None)
         conv = plan.convolution
         convolution = (
             conv.stride, conv.padding, conv.dilation, conv.groups, conv.activation,
@@ -139,6 +140,16 @@ class ConvNormPool(torch.autograd.Function):
         )  # fmt: skip
         rest = (plan.num_groups, plan.eps, plan.positions, wanted, convolution)
         return (*gradients_by_operators(grad_out, saved, *rest), None)
+
+
+def _replaced(x: Tensor, w: Tensor, *rest: Any) -> bool:
+    """Whether saved tensors came back otherwise than the kernels take them.
+
+    Hooks on them may give out other strides or dtypes; the operators copy the one and refuse the
+    other.
+    """
+    *_, mean, m2 = rest
+    return not (mean.is_contiguous() and m2.is_contiguous() and x.dtype == w.dtype)
 
 
 def _forward(

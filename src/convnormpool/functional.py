@@ -71,6 +71,8 @@ def conv_norm_pool(
             "gelu_tanh", "mish" or "hardsigmoid", with PyTorch's default parameters.
         fp32_precision: "ieee" keeps float32 products at float32 accuracy; "tf32" allows CUDA
             devices to round float32 operands to tf32. PyTorch's global settings decide nothing.
+            The fused CUDA kernels scale neighbouring inputs alike: beside one that is more than
+            1e6 times as large, an input loses digits.
         path: "auto", or the one to use: "fused", "two_stage" or "eager".
 
     Returns:
