@@ -17,9 +17,9 @@ import torch
 from .cases import (
     CASES,
     FORWARD,
+    GROUPS,
     PASSES,
     REF_CPU,
-    SHAPES,
     Case,
     Setting,
     make_inputs,
@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add = parser.add_argument
     add("--list", action="store_true", help="print the cases and stop")
-    add("--cases", nargs="+", metavar="NAME", help="see --list; 'all' is every shape")
+    add("--cases", nargs="+", metavar="NAME", help="see --list; 'all', 'filters': groups")
     add("--batch", nargs="+", type=int, help="these batch sizes instead of the case's own")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--dtype", nargs="+", choices=DTYPES, default=["float32"])
@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write everything measured to a file as well")
     add("--commit", help="what to record as the commit (default: ask git)")
     options = parser.parse_args(arguments)
-    unknown = set(options.cases or ()) - {*CASES, *SPECIAL, "all"}
+    unknown = set(options.cases or ()) - {*CASES, *SPECIAL, *GROUPS}
     if unknown:
         parser.error(f"no case named {', '.join(sorted(unknown))}; --list prints them")
     return options
@@ -88,7 +88,7 @@ def settings_of(arguments: argparse.Namespace, cuda: bool) -> list[Setting]:
 
 
 def shapes_of(arguments: argparse.Namespace, names: Sequence[str]) -> list[Case]:
-    cases = [c for name in names for c in (SHAPES if name == "all" else [CASES[name]])]
+    cases = [c for name in names for c in GROUPS.get(name) or (CASES[name],)]
     if arguments.batch:
         return [case.with_batch(batch) for case in cases for batch in arguments.batch]
     if arguments.quick:

@@ -132,7 +132,37 @@ SHAPES: tuple[Case, ...] = (
 REF_CPU = replace(_REFERENCE, name="ref_b128", batch=128)
 TINY = Case("tiny", 2, 2, (4, 5, 6), 4, (2, 3, 2), num_groups=2)
 
-CASES: dict[str, Case] = {case.name: case for case in (*SHAPES, REF_CPU, TINY)}
+# Filters that no kernel is compiled for, over few input channels: (batch, channels, spatial,
+# channels out, kernel, padding).
+_FILTERS: tuple[tuple[int, int, Triple, int, Triple, Triple], ...] = (
+    (64, 1, (32, 64, 64), 16, cube(5), cube(2)),
+    (64, 4, (32, 64, 64), 16, cube(3), ONES),
+    (64, 2, (32, 64, 64), 32, cube(3), ONES),
+    (32, 4, (32, 64, 64), 32, cube(3), ONES),
+    (32, 8, (32, 64, 64), 16, cube(3), ONES),
+    (32, 8, (32, 64, 64), 32, cube(3), ONES),
+    (32, 16, (32, 48, 48), 16, cube(3), ONES),
+    (32, 16, (32, 48, 48), 32, cube(3), ONES),
+    (16, 16, (32, 48, 48), 64, cube(3), ONES),
+    (64, 1, (32, 64, 64), 32, cube(7), cube(3)),
+    (32, 3, (16, 64, 64), 64, cube(7), cube(3)),
+    (256, 3, (1, 224, 224), 16, (1, 3, 3), (0, 1, 1)),
+    (256, 3, (1, 224, 224), 64, (1, 3, 3), (0, 1, 1)),
+    (64, 3, (16, 112, 112), 32, (3, 5, 5), (1, 2, 2)),
+    (512, 1, (1, 28, 28), 32, (1, 3, 3), ZEROS),
+    (128, 3, cube(32), 16, cube(2), ZEROS),
+    (64, 2, (32, 64, 64), 16, cube(1), ZEROS),
+    (4, 4, cube(128), 16, cube(3), ONES),
+    (256, 1, (16, 32, 32), 16, cube(4), ZEROS),
+)
+FILTERS = tuple(
+    Case(f"filter_{i}", n, c, spatial, k, kernel, padding=padding, num_groups=4)
+    for i, (n, c, spatial, k, kernel, padding) in enumerate(_FILTERS)
+)
+
+CASES: dict[str, Case] = {case.name: case for case in (*SHAPES, *FILTERS, REF_CPU, TINY)}
+# Names for several.
+GROUPS: dict[str, tuple[Case, ...]] = {"all": SHAPES, "filters": FILTERS}
 
 
 @dataclass(frozen=True)

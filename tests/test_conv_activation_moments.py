@@ -79,8 +79,9 @@ def check_kernel(case: Case, kind: str, sm_90a: bool, expected: str) -> None:
     assert kernel == expected
     bias = None if b is None else b.double()
     y = torch.nn.functional.conv3d(x.double(), w.double(), bias, **case.convolution)
-    # Tensor cores cut off what falls out of an accumulator, once for each of up to 40 products that
-    # an output adds up; M2 takes an output's error twice. tf32 rounds like float16.
+    # Tensor cores cut off what falls out of an accumulator, once for each of up to 77 products that
+    # an output adds up (a 7x7x7 filter's over three channels); M2 takes an output's error twice.
+    # tf32 rounds like float16.
     eps = torch.finfo(torch.float32).eps * 256
     if kind == "tf32":
         eps = torch.finfo(torch.float16).eps * 4

@@ -202,3 +202,15 @@ def test_strided_saved_tensors(path: str) -> None:
 
     for a, b in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("path", ["fused", "two_stage"])
+def test_zeros_without_memory_as_gradient(path: str) -> None:
+    case = Case("zeros", (2, 3, 4, 5, 6), 8, (2, 2, 2), 2)
+    leaves = [t.requires_grad_() for t in case.tensors(torch.float32, "cpu") if t is not None]
+    x, w, b, gamma, beta = leaves
+    out = conv_norm_pool(
+        x, w, b, num_groups=case.num_groups, norm_weight=gamma, norm_bias=beta, path=path
+    )
+    zeros = torch._efficientzerotensor(out.shape, dtype=out.dtype, device=out.device)
+    assert not any(grad.any() for grad in torch.autograd.grad(out, leaves, zeros))

@@ -100,10 +100,7 @@ inline BackwardWorkspace backward_workspace(const Problem& p, int32_t sm_count, 
 inline std::string backward_refusal(const Problem& p, int32_t major, int32_t minor) {
   const std::string refusal = window_refusal(p, major, minor);
   if (!refusal.empty()) return refusal;
-  if (window_kernel(p) == WindowKernel::kTaps) {
-    return "the fused gradients are compiled for filters 4x4x4 over 3 input channels and 3x3x3 "
-           "over 1 or 3";
-  }
+  if (!compiled_filter(p)) return compiled_filters_of("the fused gradients");
   if (!(major == 9 || (major == 10 && minor <= 3))) {
     return "the fused gradients need the shared memory of compute capability 9.0 or 10.0";
   }

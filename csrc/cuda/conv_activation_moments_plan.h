@@ -38,10 +38,6 @@ constexpr int64_t kWindowAlignment = 2;
 // Output planes of a slab: deep samples are cut so that few of them fill the device.
 constexpr int32_t kWindowSlabPlanes = 32;
 
-inline bool has_filter(const Problem& p, int64_t extent, int64_t channels) {
-  return p.T == extent && p.R == extent && p.S == extent && p.C == channels;
-}
-
 inline WindowKernel window_kernel(const Problem& p) {
   if (has_filter(p, 4, 3)) {
     const bool unpadded = p.padding[1] == 0 && p.padding[2] == 0;

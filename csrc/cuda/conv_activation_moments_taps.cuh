@@ -24,15 +24,12 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "activation.h"
 #include "cuda/common/activation.cuh"
-#include "cuda/common/moments.cuh"
 #include "cuda/common/ptx.cuh"
-#include "cuda/common/reduce.cuh"
 #include "cuda/conv_activation_moments_taps_operands.cuh"
-#include "cuda/conv_activation_moments_window.cuh"
+#include "cuda/conv_activation_moments_window_pieces.cuh"
 
 namespace convnormpool {
 
@@ -110,7 +107,6 @@ struct Block : Operands<Config> {
 template <class Config>
 struct Sums {
   static constexpr int kTiles = Config::kTiles;
-  static constexpr bool kFast = std::is_same_v<typename Config::ActivationType, HardswishFn>;
 
   typename Config::ActivationType activation;
   float pivot[kTiles][2], sum[kTiles][2], square[kTiles][2];

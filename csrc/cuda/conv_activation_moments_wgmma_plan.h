@@ -35,21 +35,23 @@ inline int64_t wgmma_pieces(const Problem& p) { return p.P() * wgmma_column_tile
 // The compute capability whose kernel it is: the instructions exist on no other.
 constexpr bool wgmma_device(int32_t major, int32_t minor) { return major == 9 && minor == 0; }
 
-// Whether the filter is one of those that window kernels are compiled for.
-inline bool wgmma_filter(const Problem& p) {
-  const bool cube = p.T == p.R && p.R == p.S;
-  return cube && ((p.T == 4 && p.C == 3) || (p.T == 3 && (p.C == 1 || p.C == 3)));
+inline bool has_filter(const Problem& p, int64_t extent, int64_t channels) {
+  return p.T == extent && p.R == extent && p.S == extent && p.C == channels;
+}
+
+// The filters that kernels of their own are compiled for.
+inline bool compiled_filter(const Problem& p) {
+  return has_filter(p, 4, 3) || has_filter(p, 3, 1) || has_filter(p, 3, 3);
+}
+inline std::string compiled_filters_of(const std::string& kernels) {
+  return kernels + " are compiled for filters 4x4x4 over 3 input channels and 3x3x3 over 1 or 3";
 }
 
 // Why it does not take a problem that the window kernels take (window_refusal); empty if it does.
 // compiled: the build has code for sm_90a.
 inline std::string wgmma_refusal(const Problem& p, bool compiled) {
   if (!compiled) return "this build has no code for sm_90a; add 9.0a to TORCH_CUDA_ARCH_LIST";
-  if (!wgmma_filter(p)) {
-    return "the wgmma kernels are compiled for filters 4x4x4 over 3 input channels and 3x3x3 over "
-           "1 "
-           "or 3";
-  }
+  if (!compiled_filter(p)) return compiled_filters_of("the wgmma kernels");
   const int64_t row = p.W * element_size(p.dtype);
   if (row % kWgmmaAlignment != 0) {
     return "the wgmma kernel takes rows of x of a multiple of 16 bytes, and here they have " +

@@ -21,7 +21,10 @@ from ._checks import Described
 from .planner import Convolution, Decision
 from .reference import statistics_dtype
 
-__all__ = ["Plan", "plan", "run", "watched"]
+__all__ = ["Plan", "Tensors", "plan", "run", "watched"]
+
+# (x, w, b, norm_weight, norm_bias)
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 _PLAIN = frozenset({Tensor, Parameter, type(None)})
 # The older vmap, by which autograd maps over the gradients of is_grads_batched.
@@ -90,39 +93,23 @@ def plan(
     return None
 
 
-def run(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    plan: Plan,
-) -> Tensor:
+def run(tensors: Tensors, plan: Plan) -> Tensor:
     """The output (N, K), with a derivative where one may be asked for."""
-    tensors = (x, w, b, norm_weight, norm_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         out: Tensor = ConvNormPool.apply(*tensors, plan)
         return out
-    return _forward(*tensors, plan)[0]
+    return _forward(tensors, plan)[0]
 
 
 class ConvNormPool(torch.autograd.Function):
     """``_autograd.ConvNormPool`` without the operators; users see the same name in their graphs."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        plan: Plan,
-    ) -> Tensor:
-        """The output (N, K)."""
-        out, mean, m2 = _forward(x, w, b, norm_weight, norm_bias, plan)
-        ctx.plan = plan
-        ctx.save_for_backward(x, w, b, norm_weight, norm_bias, mean, m2)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """The output (N, K) from the tensors and the plan."""
+        *tensors, ctx.plan = arguments
+        out, *moments = _forward(tensors, ctx.plan)
+        ctx.save_for_backward(*tensors, *moments)
         return out
 
     @staticmethod
@@ -131,7 +118,7 @@ class ConvNormPool(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:5]
         saved = ctx.saved_tensors  # once: checkpointing gives them out no second time
         given = (grad_out, *saved)
-        if not (torch.is_grad_enabled() or watched(given) or _replaced(*saved)):
+        if not (torch.is_grad_enabled() or watched(given) or _unusual(*given)):
             return (*_gradients(plan, wanted, *given), None)
         conv = plan.convolution
         convolution = (
@@ -142,34 +129,26 @@ class ConvNormPool(torch.autograd.Function):
         return (*gradients_by_operators(grad_out, saved, *rest), None)
 
 
-def _replaced(x: Tensor, w: Tensor, *rest: Any) -> bool:
-    """Whether saved tensors came back otherwise than the kernels take them.
+def _unusual(grad_out: Tensor, x: Tensor, w: Tensor, *rest: Any) -> bool:
+    """Whether tensors are otherwise than the kernels take them.
 
-    Hooks on them may give out other strides or dtypes; the operators copy the one and refuse the
-    other.
+    Autograd may hand over zeros without memory, and hooks on saved tensors other strides or dtypes;
+    the operators copy those, and refuse the last.
     """
     *_, mean, m2 = rest
-    return not (mean.is_contiguous() and m2.is_contiguous() and x.dtype == w.dtype)
+    dense = mean.is_contiguous() and m2.is_contiguous()
+    return grad_out._is_zerotensor() or x.dtype != w.dtype or not dense
 
 
-def _forward(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(tensors: Sequence[Any], plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and the moments that it comes from."""
+    x, w, b, norm_weight, norm_bias = tensors
     with torch._C._AutoDispatchBelowAutograd():
         mean = x.new_empty((x.shape[0], w.shape[0]), dtype=statistics_dtype(x.dtype))
         m2 = torch.empty_like(mean)
         _paths.moments(x, w, b, plan.convolution, plan.decision, mean, m2)
-        out = mean.new_empty(mean.shape, dtype=plan.dtype)
-        group_mean = mean.new_empty((x.shape[0], plan.num_groups))
         norm = (plan.positions, norm_weight, norm_bias, plan.num_groups, plan.eps)
-        results = (out, group_mean, torch.empty_like(group_mean))
-        _kernels.group_norm_pool(mean, m2, *norm, results)
+        out = _kernels.group_norm_pool(mean, m2, *norm, plan.dtype)[0]
     return out, mean, m2
 
 

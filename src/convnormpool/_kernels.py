@@ -127,12 +127,17 @@ def group_norm_pool(
     bias: Tensor | None,
     num_groups: int,
     eps: float,
-    results: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Writes the output and the groups' mean and 1/sqrt(var + eps)."""
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output in ``dtype``, and the groups' mean and 1/sqrt(var + eps)."""
+    out = mean.new_empty(mean.shape, dtype=dtype)
+    group_mean = mean.new_empty((mean.shape[0], num_groups))
+    group_rstd = torch.empty_like(group_mean)
     _compiled._group_norm_pool_out(
-        mean, m2, count, _contiguous(weight), _contiguous(bias), num_groups, eps, *results
-    )
+        mean, m2, count, _contiguous(weight), _contiguous(bias), num_groups, eps, out, group_mean,
+        group_rstd,
+    )  # fmt: skip
+    return out, group_mean, group_rstd
 
 
 def group_norm_pool_backward(

@@ -116,7 +116,7 @@ def conv_norm_pool(
     x, w, b, norm_weight, norm_bias = tensors
     x, w = three_axes(pad_behind(x, call.behind)), three_axes(w)
     if plan is not None:
-        pooled = _direct.run(x, w, b, norm_weight, norm_bias, plan)
+        pooled = _direct.run((x, w, b, norm_weight, norm_bias), plan)
         return pooled if batched else pooled.squeeze(0)
     run = ConvNormPool.apply if _needs_autograd(tensors) else ConvNormPool.forward
     pooled = run(
@@ -210,16 +210,13 @@ def _settle(
     return call, _direct.plan(x, w, conv, path, call.positions, num_groups, eps, dtype)
 
 
-_Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
 def _autocast(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-) -> tuple[_Tensors, torch.dtype]:
+) -> tuple[_direct.Tensors, torch.dtype]:
     """The tensors as autocast gives them to the eager chain, and the dtype in which that ends.
 
     Autocast converts what a convolution takes to its dtype, float64 excepted. On CUDA it runs group

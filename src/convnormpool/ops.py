@@ -135,12 +135,8 @@ def _group_norm_pool(
     result = mean.dtype if dtype is None else getattr(torch, dtype)
     if not _library.loaded_for(mean.device.type):
         return reference.group_norm_pool(mean, m2, count, weight, bias, num_groups, eps, result)
-    out = mean.new_empty(mean.shape, dtype=result)
-    group_mean = mean.new_empty((mean.shape[0], num_groups))
-    results = (out, group_mean, torch.empty_like(group_mean))
     moments = (mean.contiguous(), m2.contiguous())
-    _kernels.group_norm_pool(*moments, count, weight, bias, num_groups, eps, results)
-    return results
+    return _kernels.group_norm_pool(*moments, count, weight, bias, num_groups, eps, result)
 
 
 @_fake("group_norm_pool")

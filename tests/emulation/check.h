@@ -146,4 +146,14 @@ std::vector<double> widened(const std::vector<T>& v) {
   return out;
 }
 
+// The values to 11 bits, as many as tf32 and float16 have; a tie to the even one.
+inline std::vector<double> to_11_bits(std::vector<double> v) {
+  for (double& x : v) {
+    int exponent = 0;
+    const double mantissa = std::frexp(x, &exponent);
+    x = std::ldexp(std::nearbyint(std::ldexp(mantissa, 11)), exponent - 11);
+  }
+  return v;
+}
+
 }  // namespace check

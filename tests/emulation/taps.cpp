@@ -6,7 +6,7 @@
 #include "ptx.cuh"
 
 #include "cuda/conv_activation_moments_taps.cuh"
-#include "check.h"
+#include "window_check.h"
 // clang-format on
 
 namespace {
@@ -14,42 +14,12 @@ namespace {
 using namespace convnormpool;
 using check::Shape;
 
-constexpr WindowOperand kOperand = WindowOperand::OPERAND;
-using Element = std::conditional_t<
-    kOperand == WindowOperand::kFloat16, __half,
-    std::conditional_t<kOperand == WindowOperand::kBFloat16, __nv_bfloat16, float>>;
-
-struct Data {
-  std::vector<Element> x, w, bias;
-};
-
-Data make_data(const Shape& s, std::mt19937_64& random) {
-  const double fan_in = double(s.C * s.T * s.R * s.S);
-  Data d;
-  d.x = check::rounded<Element>(
-      check::random_values(random, size_t(s.N * s.C * s.D * s.H * s.W), 3.0));
-  d.w = check::rounded<Element>(
-      check::random_values(random, size_t(s.K * s.C * s.T * s.R * s.S), 1.0 / std::sqrt(fan_in)));
-  if (s.K != 7) d.bias = check::rounded<Element>(check::random_values(random, size_t(s.K), 1.0));
-  return d;
-}
-
-// What the products take of an operand.
-std::vector<double> operand(const std::vector<Element>& v) {
-  std::vector<double> out = check::widened(v);
-  if constexpr (kOperand == WindowOperand::kTf32) {
-    // 11 bits; a tie to the even one.
-    for (double& x : out) {
-      int exponent = 0;
-      const double mantissa = std::frexp(x, &exponent);
-      x = std::ldexp(std::nearbyint(std::ldexp(mantissa, 11)), exponent - 11);
-    }
-  }
-  return out;
-}
-
-// As for the window kernel.
-constexpr double kTolerance = 5e-7;
+using check::Data;
+using check::Element;
+using check::kOperand;
+using check::kTolerance;
+using check::make_data;
+using check::operand;
 
 struct Moments {
   std::vector<float> mean, m2;
@@ -63,13 +33,10 @@ Moments launch(const Shape& s, const Data& d, int slab_planes, unsigned blocks, 
   p.bias = d.bias.empty() ? nullptr : d.bias.data();
   p.N = int32_t(s.N);
   p.filter = {int32_t(s.C), int32_t(s.T), int32_t(s.R), int32_t(s.S)};
-  p.geometry = window_geometry(int32_t(s.D), int32_t(s.H), int32_t(s.W), int32_t(s.K),
-                               int32_t(s.Z()), int32_t(s.P()), int32_t(s.Q()), int32_t(s.pad_d),
-                               int32_t(s.pad_h), int32_t(s.pad_w), slab_planes, kTapsTiles);
+  p.geometry = check::geometry_of(s, slab_planes, kTapsTiles);
   std::vector<float2> partial(size_t(s.N * window_pieces(p.geometry) * s.K), float2{NAN, NAN});
   p.partial = partial.data();
-  Moments moments{std::vector<float>(size_t(s.N * s.K), NAN),
-                  std::vector<float>(size_t(s.N * s.K), NAN)};
+  Moments moments;
   typename Config::ActivationType activation{};
   if constexpr (std::is_same_v<typename Config::ActivationType, ActivationFn>) {
     activation.kind = kind;
@@ -78,8 +45,7 @@ Moments launch(const Shape& s, const Data& d, int slab_planes, unsigned blocks, 
   emulate(dim3(blocks, tiles), dim3(kTapsThreads),
           size_t(taps_memory(p.filter, Config::kParts, Config::kTiles).total),
           conv_taps_kernel<Config>, p, activation);
-  emulate(dim3(unsigned(s.N * ((s.K + 15) / 16))), dim3(256), 0, merge_window_kernel, p.geometry,
-          partial.data(), moments.mean.data(), moments.m2.data());
+  check::merge(s, p.geometry, partial, moments.mean, moments.m2);
   return moments;
 }
 
@@ -135,7 +101,7 @@ void beyond_the_taps() {
 
 int main() {
   std::mt19937_64 random(31);
-  const auto with = [&](const Shape& s, auto f) { f(s, make_data(s, random)); };
+  const auto with = [&](const Shape& s, auto f) { f(s, make_data(s, random, s.K != 7)); };
   // Odd and even extents from 1 to 8, each with rows that end within a warp's, padding, two tiles
   // of channels, several slabs and segments.
   with({2, 4, 4, 9, 20, 16, 3, 3, 3, 1, 1, 1},
@@ -150,7 +116,7 @@ int main() {
        [](auto s, auto d) { run<HardswishFn, 1>(s, d, "eight channels"); });
   with({1, 1, 8, 2, 9, 1, 8, 2, 8, 7, 1, 7},
        [](auto s, auto d) { run<HardswishFn, 1>(s, d, "8, all padding"); });
-  if constexpr (kOperand == WindowOperand::kTf32 || kOperand == WindowOperand::kSplit) {
+  if constexpr (check::kFloat) {
     // An element alone, in a column of either parity, and one far larger than its neighbours: the
     // scale must see it.
     for (const int pad : {0, 1}) {
@@ -174,7 +140,7 @@ int main() {
     }
   }
   not_finite(random);
-  if constexpr (kOperand != WindowOperand::kTf32 && kOperand != WindowOperand::kSplit) {
+  if constexpr (!check::kFloat) {
     beyond_the_taps();
   }
   for (int kind = 1; kind < kNumActivations; ++kind) {

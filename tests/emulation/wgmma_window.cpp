@@ -40,16 +40,8 @@ Data make_data(const Shape& s, std::mt19937_64& random, double scale = 3, double
 
 // What the products take of an operand.
 std::vector<double> operand(const std::vector<Element>& v) {
-  std::vector<double> out = check::widened(v);
-  if constexpr (kOperand == WgmmaOperand::kTf32) {
-    // 11 bits; a tie to the even one.
-    for (double& x : out) {
-      int exponent = 0;
-      const double mantissa = std::frexp(x, &exponent);
-      x = std::ldexp(std::nearbyint(std::ldexp(mantissa, 11)), exponent - 11);
-    }
-  }
-  return out;
+  if (kOperand == WgmmaOperand::kTf32) return check::to_11_bits(check::widened(v));
+  return check::widened(v);
 }
 
 // Unit error of a value relative to the sum of absolute products: float accumulation, truncated,

@@ -6,7 +6,7 @@
 #include "ptx.cuh"
 
 #include "cuda/conv_activation_moments_window.cuh"
-#include "check.h"
+#include "window_check.h"
 // clang-format on
 
 namespace {
@@ -14,43 +14,12 @@ namespace {
 using namespace convnormpool;
 using check::Shape;
 
-constexpr WindowOperand kOperand = WindowOperand::OPERAND;
-using Element = std::conditional_t<
-    kOperand == WindowOperand::kFloat16, __half,
-    std::conditional_t<kOperand == WindowOperand::kBFloat16, __nv_bfloat16, float>>;
-
-struct Data {
-  std::vector<Element> x, w, bias;
-};
-
-Data make_data(const Shape& s, std::mt19937_64& random, bool bias = true) {
-  const double fan_in = double(s.C * s.T * s.R * s.S);
-  Data d;
-  d.x = check::rounded<Element>(
-      check::random_values(random, size_t(s.N * s.C * s.D * s.H * s.W), 3.0));
-  d.w = check::rounded<Element>(
-      check::random_values(random, size_t(s.K * s.C * s.T * s.R * s.S), 1.0 / std::sqrt(fan_in)));
-  if (bias) d.bias = check::rounded<Element>(check::random_values(random, size_t(s.K), 1.0));
-  return d;
-}
-
-// What the products take of an operand.
-std::vector<double> operand(const std::vector<Element>& v) {
-  std::vector<double> out = check::widened(v);
-  if constexpr (kOperand == WindowOperand::kTf32) {
-    // 11 bits; a tie to the even one.
-    for (double& x : out) {
-      int exponent = 0;
-      const double mantissa = std::frexp(x, &exponent);
-      x = std::ldexp(std::nearbyint(std::ldexp(mantissa, 11)), exponent - 11);
-    }
-  }
-  return out;
-}
-
-// Unit error of a value relative to the sum of absolute products: float accumulation, truncated,
-// over the longest chain of products; the halves of a split operand leave out 2^-22.
-constexpr double kTolerance = 5e-7;
+using check::Data;
+using check::Element;
+using check::kOperand;
+using check::kTolerance;
+using check::make_data;
+using check::operand;
 
 template <class Config>
 void launch(const Shape& s, const Data& d, int slab_planes, unsigned blocks, Activation kind,
@@ -60,21 +29,16 @@ void launch(const Shape& s, const Data& d, int slab_planes, unsigned blocks, Act
   p.w = d.w.data();
   p.bias = d.bias.empty() ? nullptr : d.bias.data();
   p.N = int32_t(s.N);
-  p.geometry = window_geometry(int32_t(s.D), int32_t(s.H), int32_t(s.W), int32_t(s.K),
-                               int32_t(s.Z()), int32_t(s.P()), int32_t(s.Q()), int32_t(s.pad_d),
-                               int32_t(s.pad_h), int32_t(s.pad_w), slab_planes, Config::kTiles);
+  p.geometry = check::geometry_of(s, slab_planes, Config::kTiles);
   std::vector<float2> partial(size_t(s.N * window_pieces(p.geometry) * s.K), float2{NAN, NAN});
   p.partial = partial.data();
-  mean.assign(size_t(s.N * s.K), NAN);
-  m2.assign(size_t(s.N * s.K), NAN);
   typename Config::ActivationType activation{};
   if constexpr (std::is_same_v<typename Config::ActivationType, ActivationFn>) {
     activation.kind = kind;
   }
   emulate(dim3(blocks, unsigned(s.K + 15) / 16), dim3(Config::kThreads), Config::kSharedBytes,
           conv_window_kernel<Config>, p, activation);
-  emulate(dim3(unsigned(s.N * ((s.K + 15) / 16))), dim3(256), 0, merge_window_kernel, p.geometry,
-          partial.data(), mean.data(), m2.data());
+  check::merge(s, p.geometry, partial, mean, m2);
 }
 
 template <class Config>
