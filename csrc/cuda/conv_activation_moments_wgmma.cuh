@@ -107,6 +107,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x < 64) {
     reinterpret_cast<uint32_t*>(shared + Config::kZeroOffset)[threadIdx.x] = 0u;
   }
+  wgmma_stage_resets<Config>(p, first_channel, shared);
   wgmma_stage_weights<Config>(p, first_channel, shared);
   fence_proxy_async();
   __syncthreads();
@@ -117,17 +118,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int k = i / 2 * 8 + sweep.lane() % 4 * 2 + i % 2;
     const bool given = p.b != nullptr && first_channel + k < p.K;
     sweep.bias[i] = given ? wgmma_weight<Config>(p.b, size_t(first_channel + k)) : 0.f;
-    sweep.reset[i] = Config::kFloat ? 0.f : sweep.bias[i];
   }
 #pragma unroll
-  for (int i = 0; i < 8 * Config::kT; ++i) {
-    sweep.acc[0][i] = sweep.acc[1][i] = sweep.reset[i % 8 / 4 * 2 + i % 2];
-  }
+  for (int i = 0; i < 8 * Config::kT; ++i) sweep.acc[0][i] = sweep.acc[1][i] = 0.f;
   constexpr bool kOrdered = Config::kOverlap == WgmmaOverlap::kOrdered;
   if (kOrdered && group == Config::kWarpgroups - 1) sweep.pass_turn();
   for (; ring.exists(ring.item); ++ring.item) {
     sweep.begin();
-    sweep.sweep(p.outputs);
+    sweep.sweep();
     sweep.keep();
   }
   // One item fewer than the first warpgroup: let the others have their turns.

@@ -19,13 +19,16 @@ enum class WgmmaOperand { kTf32, kFloat16, kBFloat16, kSplit };
 enum class WgmmaOverlap { kFree, kOrdered };
 
 template <WgmmaOperand kOperand_, int kC_, int kT_, int kR_, int kS_,
-          WgmmaOverlap kOverlap_ = WgmmaOverlap::kOrdered, int kWarpgroups_ = 3, int kStages_ = 4>
+          WgmmaOverlap kOverlap_ = WgmmaOverlap::kOrdered, int kWarpgroups_ = 3>
 struct WgmmaConfig {
   static constexpr WgmmaOperand kOperand = kOperand_;
   static constexpr int kC = kC_, kT = kT_, kR = kR_, kS = kS_;
   static constexpr WgmmaOverlap kOverlap = kOverlap_;
-  static constexpr int kWarpgroups = kWarpgroups_, kStages = kStages_;
+  static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kThreads = 128 * kWarpgroups;
+  // Stages of a warpgroup's ring: plane p of an item is in stage p mod T, which the unrolled loop
+  // over planes knows.
+  static constexpr int kStages = kT;
   static_assert(kT >= 1 && kT <= 4,
                 "N = 16 T of at most 64: two tiles of accumulators in registers");
   static_assert(kR >= 1 && kR <= 4 && kS >= 1 && kS <= 4,
@@ -56,6 +59,9 @@ struct WgmmaConfig {
   // Shared memory.
   static constexpr int kBarrierOffset = 0;
   static constexpr int kExponentOffset = 256;
+  // What a slot's accumulators begin with: for each two channels 2 t, 2 t + 1 these values twice,
+  // for the lower eight channels, then for the upper ones.
+  static constexpr int kResetOffset = 384;
   static constexpr int kPlaceOffset = 512;
   static constexpr int kZeroOffset = 768;
   static constexpr int kWeightOffset = 1024;

@@ -41,7 +41,7 @@ constexpr WgmmaOverlap wgmma_overlap(WgmmaOperand operand) {
 template <WgmmaOperand kOperand, int C, int kExtent, class Act>
 using WgmmaChoice =
     WgmmaConfig<kOperand, C, kExtent, kExtent, kExtent, wgmma_overlap(kOperand),
-                wgmma_warpgroups(kOperand, kExtent, std::is_same_v<Act, HardswishFn>), 4>;
+                wgmma_warpgroups(kOperand, kExtent, std::is_same_v<Act, HardswishFn>)>;
 
 // The map of x for the boxes of quads or of rests; empty where there are none.
 template <class Config>

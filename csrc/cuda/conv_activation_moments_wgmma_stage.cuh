@@ -131,6 +131,18 @@ __device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned ch
   }
 }
 
+// Writes what the accumulators of channels first .. first + 15 begin with: their biases or, where
+// they are scaled, zeros.
+template <class Config>
+__device__ void wgmma_stage_resets(const WgmmaParams& p, int first, unsigned char* shared) {
+  const int i = int(threadIdx.x);
+  if (i >= 32) return;
+  const int k = first + i / 16 * 8 + i % 16 / 4 * 2 + i % 2;
+  const bool given = !Config::kFloat && p.b != nullptr && k < p.K;
+  reinterpret_cast<float*>(shared + Config::kResetOffset)[i] =
+      given ? wgmma_weight<Config>(p.b, size_t(k)) : 0.f;
+}
+
 // The ring of one warpgroup: kStages planes of its items in shared memory. A stage is filled again
 // as soon as all its warps have read it, with the plane kStages later.
 template <class Config>
@@ -142,7 +154,8 @@ struct WgmmaRing {
   // The stage of the plane that was read last, and the parity of its barrier's phase.
   int stage = Config::kStages - 1;
   uint32_t parity = 1;
-  int item = 0;  // counts this warpgroup's items
+  uint32_t parities = 0;  // for wait_stage: a bit for each stage
+  int item = 0;           // counts this warpgroup's items
 
   // Called by all threads of the warpgroup.
   __device__ __forceinline__ WgmmaRing(const WgmmaParams& params, const TensorMap* quads,
@@ -206,11 +219,22 @@ struct WgmmaRing {
 
   // Fills the stage of plane `index`, which all warps have read. The warps take turns.
   __device__ __forceinline__ void refill(int index) {
-    if (int(threadIdx.x % 128) == stage % 4 * 32) {
-      const int plane = index + Config::kStages;
+    refill(stage, index + Config::kStages, index + Config::kStages - p.planes);
+  }
+
+  // The same for kernels that keep plane p of an item in stage p mod kStages.
+  template <int kStage>
+  __device__ __forceinline__ void refill_stage(int index) {
+    refill(kStage, index + Config::kStages, kStage);
+  }
+
+  // Fills stage `to` with a plane of this item or, where it has no such plane, one of the next
+  // item.
+  __device__ __forceinline__ void refill(int to, int plane, int plane_of_next) {
+    if (int(threadIdx.x % 128) == (to & 3) * 32) {
       const bool next = plane >= p.planes;
       const WgmmaPlace at = *place(next ? item + 1 : item);
-      if (at.kind >= 0) copy(at, stage, next ? plane - p.planes : plane);
+      if (at.kind >= 0) copy(at, to, next ? plane_of_next : plane);
     }
     __syncwarp();
   }
@@ -225,6 +249,13 @@ struct WgmmaRing {
   }
 
   __device__ __forceinline__ uint32_t offset() const { return uint32_t(stage * p.stage_bytes); }
+
+  // Waits until the plane of stage kStage is there, for kernels that go by refill_stage.
+  template <int kStage>
+  __device__ __forceinline__ void wait_stage() {
+    mbarrier_wait(full(kStage), parities >> kStage & 1u);
+    parities ^= 1u << kStage;
+  }
 };
 
 }  // namespace convnormpool

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "cuda/common/activation.cuh"
 #include "cuda/common/ptx_hopper.cuh"
@@ -18,6 +19,10 @@ template <class Config, class Act>
 struct WgmmaSweep {
   static constexpr int kT = Config::kT, kC = Config::kC, kS = Config::kS;
   static constexpr bool kOrdered = Config::kOverlap == WgmmaOverlap::kOrdered;
+  // Whether of the last T - 1 planes only the last one has code of its own, or all of them have,
+  // for each residue of the outputs mod T: faster, where registers and the code's size allow it.
+  static constexpr bool kOneLast =
+      Config::kOperand != WgmmaOperand::kTf32 || !std::is_same_v<Act, HardswishFn>;
 
   WgmmaRing<Config>& ring;
   const Act act;
@@ -25,7 +30,7 @@ struct WgmmaSweep {
   float acc[2][8 * kT];
   uint32_t a[2][Config::kSteps][4];
   uint32_t window[kC][Config::kWindowWords];
-  float bias[4], reset[4], pivot[4], sum[4], square[4];
+  float bias[4], pivot[4], sum[4], square[4];
   // kFloat: x is scaled by 2^exponent, an output is an accumulator times unscale.
   float unscale[4];
   int exponent;
@@ -63,11 +68,12 @@ struct WgmmaSweep {
     for (int i = 0; i < 4; ++i) sum[i] = square[i] = pivot[i] = 0.f;
   }
 
+  template <int kStage>
   __device__ __forceinline__ void load_window() {
     const bool tap = Config::kR == 4 || lane() % 4 < Config::kR;
 #pragma unroll
     for (int ci = 0; ci < kC; ++ci) {
-      uint32_t at = address + ring.offset() + uint32_t(ci) * channel_bytes;
+      uint32_t at = address + uint32_t(kStage * ring.p.stage_bytes) + uint32_t(ci) * channel_bytes;
       if (!tap) at = shared_address(dynamic_shared_memory() + Config::kZeroOffset);
       if constexpr (Config::kFloat) {
         uint32_t low[4], high[4];
@@ -157,10 +163,10 @@ struct WgmmaSweep {
     return largest == 0.f ? zero : wgmma_exponent_field(__float_as_uint(largest));
   }
 
-  // kFloat: rounds the plane in `window`, scaled for each four lanes that share rows of A. The
-  // largest magnitude comes to 2^12 at first; the scale stays until a plane would pass 2^15 or stay
-  // below 1, and then the accumulators follow.
-  template <bool kFirst>
+  // kFloat: rounds the plane in `window`, of stage kStage, scaled for each four lanes that share
+  // rows of A. The largest magnitude comes to 2^12 at first; the scale stays until a plane would
+  // pass 2^15 or stay below 1, and then the accumulators follow.
+  template <bool kFirst, int kStage>
   __device__ __forceinline__ void scale_window() {
     if constexpr (kFirst) {
       set_exponent(min(139 - largest_field(0), 127));
@@ -170,14 +176,15 @@ struct WgmmaSweep {
       const int largest = round_window();
       const bool small = (__ballot_sync(~0u, largest >= kOne) >> (lane() & 28) & 15u) == 0;
       // Lanes without outputs may see nothing but zeros.
-      if (__any_sync(~0u, (largest >= kMost || small) && first_column < ring.p.Q)) follow();
+      if (__any_sync(~0u, (largest >= kMost || small) && first_column < ring.p.Q)) follow<kStage>();
     }
   }
 
   // Chooses the scale anew where the plane needs it. Up it goes by no more than 2^24 a plane: sums
   // of a plane that much larger leave the accumulators before they could overflow.
+  template <int kStage>
   __device__ __forceinline__ void follow() {
-    load_window();
+    load_window<kStage>();
     const int field = largest_field(127 - exponent);
     const bool unfit = uint32_t(field - 127 + exponent) > 14u;
     const int next = unfit ? min(min(139 - field, 127), exponent + 24) : exponent;
@@ -206,9 +213,9 @@ struct WgmmaSweep {
   }
 
   // The fragments of the plane in `window`; kFirst: of an item.
-  template <bool kFirst>
+  template <bool kFirst, int kStage>
   __device__ __forceinline__ void fragments() {
-    if constexpr (Config::kFloat) scale_window<kFirst>();
+    if constexpr (Config::kFloat) scale_window<kFirst, kStage>();
 #pragma unroll
     for (int ci = 0; ci < kC; ++ci) {
       build<0>(ci, window[ci]);
@@ -256,32 +263,38 @@ struct WgmmaSweep {
     }
   }
 
-  // Adds a finished plane of one tile to the sums and resets its slot.
+  // Adds a finished plane of one tile, as far as its columns are below `columns`, to the sums and
+  // resets its slot.
   template <int kTile, int kSlot>
-  __device__ __forceinline__ void finish(bool counted) {
-    if (counted) {
-      float y[8];
+  __device__ __forceinline__ void finish(int columns) {
+    float y[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        y[i] = output(acc[kTile][8 * kSlot + i % 4 / 2 * 4 + i / 4 * 2 + i % 2], i % 4);
-      }
-      transform(act, y, [](const auto& function, float v, int) { return function.value(v); });
+    for (int i = 0; i < 8; ++i) {
+      y[i] = output(acc[kTile][8 * kSlot + i % 4 / 2 * 4 + i / 4 * 2 + i % 2], i % 4);
+    }
+    transform(act, y, [](const auto& function, float v, int) { return function.value(v); });
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float shifted[4];
+    for (int half = 0; half < 2; ++half) {
+      float shifted[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) shifted[i] = y[4 * half + i] - pivot[i];
-        add_moments_if(sum, square, shifted, first_column + 2 * kTile + half, ring.p.Q);
-      }
+      for (int i = 0; i < 4; ++i) shifted[i] = y[4 * half + i] - pivot[i];
+      add_moments_if(sum, square, shifted, first_column + 2 * kTile + half, columns);
     }
     clear<kTile, kSlot>();
   }
 
   template <int kTile, int kSlot>
   __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      set_accumulator(acc[kTile][8 * kSlot + i], reset[i / 4 * 2 + i % 2]);
+    const uint32_t from = ring.base() + uint32_t(Config::kResetOffset) + uint32_t(lane() % 4) * 16u;
+    load_accumulators(acc[kTile] + 8 * kSlot, from);
+    load_accumulators(acc[kTile] + 8 * kSlot + 4, from + 64);
+  }
+  template <int kSlot = 0>
+  __device__ __forceinline__ void clear_all() {
+    if constexpr (kSlot < kT) {
+      clear<0, kSlot>();
+      clear<1, kSlot>();
+      clear_all<kSlot + 1>();
     }
   }
 
@@ -304,9 +317,10 @@ struct WgmmaSweep {
     }
   }
 
+  template <int kStage>
   __device__ __forceinline__ void next_window() {
-    ring.next();
-    load_window();
+    ring.template wait_stage<kStage>();
+    load_window<kStage>();
   }
 
   // Plane p = kPhase mod T of the item into slots 0 .. kCount - 1; z = p - T + 1 is the output
@@ -315,9 +329,9 @@ struct WgmmaSweep {
   // fragments are in `a`.
   template <int kPhase, int kCount, bool kFinish, bool kMayBegin, bool kEnd>
   __device__ __forceinline__ void plane(int p, bool more) {
-    constexpr int kSlot = (kPhase + 1) % kT;
+    constexpr int kSlot = (kPhase + 1) % kT, kNext = kSlot;
     const int z = p - (kT - 1);
-    const bool counted = !kEnd || z < ring.p.Z;
+    const int columns = !kEnd || z < ring.p.Z ? ring.p.Q : 0;
     release();
     pin_fragments(a[0]);
     pin_fragments(a[1]);
@@ -326,7 +340,7 @@ struct WgmmaSweep {
     multiply<1, kPhase, kCount>();
     wgmma_commit();
     pass_turn();
-    ring.refill(p);
+    ring.template refill_stage<kPhase>(p);
     if constexpr (kMayBegin) {
       if (p == 0) {
         ring.announce();
@@ -336,15 +350,15 @@ struct WgmmaSweep {
     wgmma_wait<0>();
     pin_accumulators(acc[0]);
     pin_accumulators(acc[1]);
-    if (more) next_window();
+    if (more) next_window<kNext>();
     if constexpr (kFinish) {
-      if constexpr (kMayBegin || kEnd) {
+      if constexpr (kMayBegin || (kEnd && !kOneLast)) {
         if (z == 0) choose_pivot<kSlot>();
       }
-      finish<0, kSlot>(counted);
-      finish<1, kSlot>(counted);
+      finish<0, kSlot>(columns);
+      finish<1, kSlot>(columns);
     }
-    if (more) fragments<false>();
+    if (more) fragments<false, kNext>();
   }
 
   // The planes that come before the first finished one, from p = kPlane on.
@@ -356,16 +370,17 @@ struct WgmmaSweep {
     }
   }
 
-  // Planes that overlap all T slots: T at a time from p = T - 1 on, below `last`.
+  // Planes that overlap all T slots: T at a time from p = T - 1 on, below `end`.
   template <int kOffset>
-  __device__ __forceinline__ bool body(int& p, int last) {
+  __device__ __forceinline__ bool body(int& p, int end) {
     if constexpr (kOffset < kT) {
       constexpr int kPhase = (kT - 1 + kOffset) % kT;
-      // Where few planes are made more (wgmma_params), these too can be past the last output.
-      constexpr bool kEnd = Config::kStages + 1 >= 2 * kT;
-      plane<kPhase, kT, true, kOffset == 0, kEnd>(p, kT > 1 || p + 1 < last);
-      if (++p == last) return false;
-      return body<kOffset + 1>(p, last);
+      // Items have at least T - 1 planes of outputs (T = 1: two), of which those past Z are not
+      // counted. Where the body is all but the last plane it can meet them.
+      constexpr bool kEnd = kT == 1 || (kOneLast && kOffset > 0 && kOffset < kT - 2);
+      plane<kPhase, kT, true, kOffset == 0, kEnd>(p, kT > 1 || p + 1 < end);
+      if (++p == end) return false;
+      return body<kOffset + 1>(p, end);
     } else {
       return true;
     }
@@ -373,21 +388,13 @@ struct WgmmaSweep {
 
   // Plane `index` after the last that overlaps T outputs, where outputs mod T is the residue, has
   // live slots from tail_low on, cyclic. Its wgmmas cover slots 0 .. tail_width - 1: ptxas copies
-  // all accumulators where one begins at another slot.
+  // all accumulators where one begins at another slot. The other slots begin anew with the item.
   static __host__ __device__ constexpr int tail_low(int residue, int index) {
     return (residue + index + 1) % kT;
   }
   static __host__ __device__ constexpr int tail_width(int residue, int index) {
     const int end = tail_low(residue, index) + kT - 1 - index;
     return end < kT ? end : kT;
-  }
-  // Whether such a wgmma adds to a slot without an output.
-  static __host__ __device__ constexpr bool tail_spoils(int residue, int slot) {
-    for (int i = 0; i < kT - 1; ++i) {
-      const bool live = (slot - tail_low(residue, i) + kT) % kT < kT - 1 - i;
-      if (!live && slot < tail_width(residue, i)) return true;
-    }
-    return false;
   }
 
   template <int kResidue, int kIndex>
@@ -396,44 +403,37 @@ struct WgmmaSweep {
       plane<(kResidue + kIndex) % kT, tail_width(kResidue, kIndex), true, false, true>(
           p, kIndex < kT - 2);
       tail<kResidue, kIndex + 1>(p + 1);
-    } else {
-      restore<kResidue, 0>();
     }
   }
 
-  template <int kResidue, int kSlot>
-  __device__ __forceinline__ void restore() {
-    if constexpr (kSlot < kT) {
-      if constexpr (tail_spoils(kResidue, kSlot)) {
-        clear<0, kSlot>();
-        clear<1, kSlot>();
-      }
-      restore<kResidue, kSlot + 1>();
-    }
-  }
-
-  // A whole item, of `outputs` planes of outputs; those past Z - 1 come from planes of zeros.
-  __device__ __forceinline__ void sweep(int outputs) {
-    next_window();
-    fragments<true>();
-    head<0>();
-    int p = kT - 1;
-    if (outputs > p) {
-      while (body<0>(p, outputs)) {
-      }
-    }
-    if constexpr (kT > 1) {
-      const int residue = outputs % kT;
-      if (residue == 0) {
-        tail<0, 0>(p);
-      } else if (residue == 1) {
-        tail<1 % kT, 0>(p);
-      } else if (residue == 2) {
-        tail<2 % kT, 0>(p);
+  // The last kCount planes of an item, from p on.
+  template <int kCount, int kResidue = 0>
+  __device__ __forceinline__ void tails(int p, int residue) {
+    if constexpr (kResidue < kT - 1) {
+      if (residue == kResidue) {
+        tail<kResidue, kT - 1 - kCount>(p);
       } else {
-        tail<3 % kT, 0>(p);
+        tails<kCount, kResidue + 1>(p, residue);
+      }
+    } else {
+      tail<kResidue, kT - 1 - kCount>(p);
+    }
+  }
+
+  // A whole item; outputs past Z - 1 come from planes of zeros.
+  __device__ __forceinline__ void sweep() {
+    clear_all();
+    next_window<0>();
+    fragments<true, 0>();
+    head<0>();
+    constexpr int kTail = kT == 1 ? 0 : kOneLast ? 1 : kT - 1;
+    const int end = ring.p.planes - kTail;
+    int p = kT - 1;
+    if (kOneLast || p < end) {
+      while (body<0>(p, end)) {
       }
     }
+    if constexpr (kTail > 0) tails<kTail>(p, ring.p.outputs % kT);
   }
 
   // Where this lane's sums wait for their item to be written.

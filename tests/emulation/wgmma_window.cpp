@@ -102,8 +102,8 @@ void run(const Shape& s, const Data& d, const char* note, Activation kind = Acti
 }
 
 template <int C, int T, int R, int S, WgmmaOverlap kOverlap = WgmmaOverlap::kOrdered,
-          int kWarpgroups = 1, int kStages = 4>
-using Config = WgmmaConfig<kOperand, C, T, R, S, kOverlap, kWarpgroups, kStages>;
+          int kWarpgroups = 1>
+using Config = WgmmaConfig<kOperand, C, T, R, S, kOverlap, kWarpgroups>;
 
 constexpr auto kFree = WgmmaOverlap::kFree;
 constexpr auto kOrdered = WgmmaOverlap::kOrdered;
@@ -196,12 +196,12 @@ int main() {
   }
   if constexpr (takes(WgmmaOperand::kFloat16)) {
     with({3, 3, 9, 5, 32, 16, 4, 4, 4},
-         [](auto s, auto d) { run<Config<3, 4, 4, 4, kFree, 2, 3>>(s, d, "rest 2"); });
+         [](auto s, auto d) { run<Config<3, 4, 4, 4, kFree, 2>>(s, d, "rest 2"); });
     // Fewer output planes than taps along the depth; a tile that begins before the outputs.
     with({2, 3, 4, 7, 24, 1, 4, 4, 4, 0, 0, 2},
-         [](auto s, auto d) { run<Config<3, 4, 4, 4, kFree, 2, 3>>(s, d, "Z = 1, K = 1"); });
+         [](auto s, auto d) { run<Config<3, 4, 4, 4, kFree, 2>>(s, d, "Z = 1, K = 1"); });
     with({3, 1, 5, 7, 16, 16, 2, 3, 1, 1, 1, 0},
-         [](auto s, auto d) { run<Config<1, 2, 3, 1, kFree, 2, 3>>(s, d, "2 x 3 x 1"); });
+         [](auto s, auto d) { run<Config<1, 2, 3, 1, kFree, 2>>(s, d, "2 x 3 x 1"); });
   }
   if constexpr (takes(WgmmaOperand::kBFloat16)) {
     // Two tiles of columns, the first early; two of channels. All padding, and two output planes.
