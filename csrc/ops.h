@@ -72,6 +72,13 @@
 //   that the planner's fused path accepts on that device; wgmma, the workspace and x's alignment
 //   are the planner's, too.
 //
+// _conv_norm_pool_out(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation,
+//                     int groups, int activation, int precision, bool wgmma, Tensor? norm_weight,
+//                     Tensor? norm_bias, int num_groups, float eps, Tensor(a!) out,
+//                     Tensor(b!) mean, Tensor(c!) m2, Tensor(d!)? workspace)        CUDA only
+//   _conv_act_moments_out and then _group_norm_pool_out of its mean and m2: the same bits, but
+//   fewer launches, and no group_mean and group_rstd.
+//
 // _conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, Tensor m2,
 //                                Tensor grad_mean, Tensor grad_m2, int[] stride, int[] padding,
 //                                int[] dilation, int groups, int activation, int precision,

@@ -229,6 +229,13 @@ def test_compiled_operator_refuses() -> None:
             m2.view(2, 16), workspace,
         )  # fmt: skip
 
+    def layer(x: torch.Tensor, num_groups: int = 4) -> None:
+        rows = mean.view(2, 16)
+        torch.ops.convnormpool._conv_norm_pool_out(
+            x, w, None, (1, 1, 1), (0, 0, 0), (1, 1, 1), 1, 0, 0, True, None, None, num_groups,
+            1e-5, torch.empty_like(rows), rows, m2.view(2, 16), workspace,
+        )  # fmt: skip
+
     def gradients(x: torch.Tensor) -> None:
         rows = mean.view(2, 16)
         torch.ops.convnormpool._conv_act_moments_backward_out(
@@ -238,7 +245,9 @@ def test_compiled_operator_refuses() -> None:
 
     odd = memory[: 2 * 3 * 5 * 6 * 30].view(2, 3, 5, 6, 30)
     moved = memory[1:-7].view(2, 3, 5, 6, 32)
-    for operator in (call, gradients):
+    with pytest.raises(RuntimeError, match="num_groups 5 does not divide"):
+        layer(memory[:-8].view(2, 3, 5, 6, 32), 5)
+    for operator in (call, layer, gradients):
         if has_wgmma():
             with pytest.raises(RuntimeError, match="x must be aligned to 16 bytes"):
                 operator(moved)

@@ -98,6 +98,50 @@ def test_same_bits(dtype: torch.dtype, low: torch.dtype | None, device: str, pat
             assert_same_bits([CASE.call(conv_norm_pool, tensors, path=way)], wanted[:1])
 
 
+# Channels and groups over the three kinds of kernels: wgmma, mma.sync and the taps.
+TAILS = [
+    Case(f"{name}_{channels}_{num_groups}", (samples, *volume), channels, filter, num_groups)
+    for name, volume, filter in (
+        ("wgmma", (3, 5, 9, 32), (4, 4, 4)),
+        ("window", (1, 4, 5, 37), (3, 3, 3)),
+        ("taps", (2, 4, 20, 13), (1, 5, 3)),
+    )
+    for samples, channels, num_groups in (
+        (1, 1, 1),
+        (3, 7, 7),
+        (130, 16, 4),
+        (3, 24, 2),
+        (2, 257, 1),
+    )
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", TAILS, ids=str)
+def test_one_launch_behind_the_convolution(case: Case, dtype: torch.dtype, precision: str) -> None:
+    """It merges and normalises; behind the operator of the moments two do."""
+    tensors = case.tensors(dtype, "cuda")
+
+    def call() -> Tensor:
+        return case.call(conv_norm_pool, tensors, path="fused", fp32_precision=precision)
+
+    with torch.no_grad(), Dispatched():
+        wanted = call()
+    with torch.no_grad(), no_operators():
+        # What stands in memory that is used again is neither read nor left there.
+        torch.full((1 << 22,), torch.nan, device="cuda")
+        assert_same_bits([call()], [wanted])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+        for _ in range(2):
+            captured.fill_(torch.nan)
+            graph.replay()
+            assert_same_bits([captured.clone()], [wanted])
+
+
 def test_subsets_of_gradients(device: str, path: str) -> None:
     tensors = CASE.tensors(torch.float32, device)
     grad_out = CASE.grad_out(torch.float32, device)

@@ -25,6 +25,7 @@ SOURCES = (
 PROGRAMS = [
     *((source, "kSplit") for source in SOURCES),
     ("reductions", ""),
+    ("merge", ""),
     *((source, operand) for source in SOURCES for operand in OPERANDS if operand != "kSplit"),
     ("window_map", ""),
 ]

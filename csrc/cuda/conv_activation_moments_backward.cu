@@ -19,9 +19,9 @@ void sum_partials(const float* partial, int64_t count, int64_t K, int64_t length
       linear_grid((K * length + kBackwardSumElements - 1) / kBackwardSumElements);
   dispatch_storage(out.dtype, [&](auto element) {
     using Element = decltype(element);
-    sum_backward_kernel<Element><<<blocks, threads, 0, stream>>>(
-        partial, static_cast<int32_t>(count), static_cast<int32_t>(K), static_cast<int32_t>(length),
-        static_cast<Element*>(out.data));
+    launch_dependent(sum_backward_kernel<Element>, blocks, threads, 0, stream, partial,
+                     static_cast<int32_t>(count), static_cast<int32_t>(K),
+                     static_cast<int32_t>(length), static_cast<Element*>(out.data));
   });
   check_launch("sum_backward_kernel", {K, length, count});
 }

@@ -162,9 +162,11 @@ constexpr int kBackwardSumElements = 32, kBackwardSumSlices = 16;
 // ceil(K length / kBackwardSumElements) blocks of kBackwardSumElements x kBackwardSumSlices
 // threads.
 template <class Element>
-__global__ void sum_backward_kernel(const float* __restrict__ partial, int32_t count, int32_t K,
-                                    int32_t length, Element* __restrict__ out) {
+__global__ void sum_backward_kernel(const float* partial, int32_t count, int32_t K, int32_t length,
+                                    Element* out) {
   __shared__ double slices[kBackwardSumSlices][kBackwardSumElements];
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kBackwardSumElements + threadIdx.x;
   const bool live = at < static_cast<int64_t>(K) * length;
   double sum = 0.0;

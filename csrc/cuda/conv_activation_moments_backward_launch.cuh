@@ -35,8 +35,8 @@ void launch_backward_kernel(const BackwardLaunch& launch,
     p.first_tile = tile;
     p.add_to_sum = tile > 0;
     p.write_dx = tile + 1 == tiles;
-    backward_window_kernel<Config>
-        <<<grid, Config::kThreads, shared, launch.stream>>>(p, activation);
+    launch_dependent(backward_window_kernel<Config>, grid, Config::kThreads,
+                     static_cast<size_t>(shared), launch.stream, p, activation);
     check_launch("backward_window_kernel", {p.N, Config::C, g.D, g.H, g.W, g.K});
   }
 }

@@ -470,6 +470,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   unsigned char* shared = dynamic_shared_memory();
   const uint32_t base = shared_address(shared);
   const int first_channel = int(blockIdx.y) * 16;
+  grid_dependency_launch();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kWarpgroups * Config::kStages; ++i) {
       mbarrier_init(base + uint32_t(Config::kBarrierOffset + 8 * i), 1);
@@ -477,6 +478,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   fence_proxy_async();
   __syncthreads();
+  grid_dependency_wait();
 
   const int group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
   WgmmaRing<Config> ring(p, &map, &map, group);

@@ -69,9 +69,9 @@ void launch_wgmma_filter_kernel(const WgmmaBackwardLaunch& launch, const Act& ac
   wgmma_deal(p, blocks);
   uint32_t box[5];
   wgmma_box<Config>(p, false, box);
-  kernel<<<dim3(unsigned(blocks), unsigned((p.K + 15) / 16)), Config::kThreads,
-           Config::kSharedBytes, launch.stream>>>(p, tensor_map(launch.problem, p.x, box),
-                                                  activation);
+  launch_dependent(kernel, dim3(unsigned(blocks), unsigned((p.K + 15) / 16)), Config::kThreads,
+                   Config::kSharedBytes, launch.stream, p, tensor_map(launch.problem, p.x, box),
+                   activation);
   check_launch(kName, {p.N, Config::kC, p.D, p.H, p.W, p.K});
 }
 
@@ -100,8 +100,8 @@ void launch_wgmma_input_kernel(const WgmmaBackwardLaunch& launch, const Act& act
   const unsigned blocks = unsigned(wgmma_input_blocks<Config>(p, launch.sm_count));
   for (int tile = 0; tile < tiles; ++tile) {
     p.first_tile = tile, p.add_to_sum = tile > 0, p.write_dx = tile + 1 == tiles;
-    kernel<<<blocks, Config::kThreads, wgmma_input_shared_bytes<Config>(p), launch.stream>>>(
-        p, map, activation);
+    launch_dependent(kernel, blocks, Config::kThreads, wgmma_input_shared_bytes<Config>(p),
+                     launch.stream, p, map, activation);
     check_launch(kName, {p.N, Config::kC, p.D, p.H, p.W, p.K});
   }
 }

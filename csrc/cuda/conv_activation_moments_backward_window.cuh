@@ -219,6 +219,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     backward_window_kernel(const BackwardParameters p,
                            const typename Config::ActivationType activation) {
   using namespace window;
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = uniform_value(static_cast<int>(threadIdx.x) / 32);
   const WindowStride stride(static_cast<int32_t>(gridDim.x), backward_pieces(p.geometry));

@@ -17,8 +17,8 @@
 // output's in the units of the largest plane.
 //
 // Launch conv_taps_kernel<Config> with kTapsThreads threads, taps_memory().total bytes of dynamic
-// shared memory and a grid of (blocks, ceil(K / (16 tiles))), any number of blocks, then
-// merge_window_kernel with a block for each 16 channels of a sample.
+// shared memory and a grid of (blocks, ceil(K / (16 tiles))), any number of blocks, then a merge of
+// WindowPieces (conv_activation_moments_merge.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -148,6 +148,7 @@ template <class Config>
 __global__ void __launch_bounds__(kTapsThreads, 2)
     conv_taps_kernel(const TapsParameters p, typename Config::ActivationType activation) {
   using namespace taps;
+  grid_dependency_launch();
   constexpr int kTiles = Config::kTiles;
   const WindowGeometry& s = p.geometry;
   const Block<Config> block(p);

@@ -29,13 +29,10 @@
 // Launch: after wgmma_deal(params, blocks), with blocks at most params.items,
 // conv_activation_moments_wgmma with grid (blocks, channel tiles of 16), block
 // Config::kThreads, dynamic shared memory wgmma_shared_bytes<Config>(params), one block per SM, so
-// blocks = number of SMs is best; then wgmma_merge with kWgmmaMergeThreads threads a block and a
-// warp for each (sample, channel tile), which may be a programmatic dependent launch. Any grid
-// gives the same bits: items are independent, and what they are depends on the problem alone. At
-// 168 registers three warpgroups, 12 warps, fill an SM.
+// blocks = number of SMs is best; then a merge of WgmmaPieces (conv_activation_moments_merge.cuh).
+// Any grid gives the same bits: items are independent, and what they are depends on the problem
+// alone. At 168 registers three warpgroups, 12 warps, fill an SM.
 #pragma once
-
-#include <cfloat>
 
 #include "activation.h"
 #include "cuda/common/ptx.cuh"
@@ -45,45 +42,6 @@
 #include "cuda/conv_activation_moments_wgmma_sweep.cuh"
 
 namespace convnormpool {
-
-constexpr int kWgmmaMergeThreads = 128;
-
-// Merges the pieces of each sample: a warp takes 16 channels of one, a lane every other piece of a
-// channel, in order. Mean first, then M2 about it, in float64.
-static __global__ void __launch_bounds__(kWgmmaMergeThreads)
-    wgmma_merge(const WgmmaParams p, float* mean_out, float* m2_out) {
-  grid_dependency_wait();
-  const int lane = int(threadIdx.x) % 32, tiles = (p.K + 15) / 16;
-  const int64_t warp = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  const int64_t n = warp / tiles;
-  if (n >= p.N) return;
-  const int k = int(warp % tiles) * 16 + lane % 16;
-  const int pieces = p.P * p.column_tiles;
-  const float2* partials = p.partials + n * pieces * p.K + min(k, p.K - 1);
-  const auto columns = [&](int piece) {
-    return p.column_tiles == 1 ? double(p.Q)
-                               : double(wgmma_tile_columns(p, piece % p.column_tiles));
-  };
-  double mean = 0, m2 = 0;
-#pragma unroll 8
-  for (int i = lane / 16; i < pieces; i += 2) {
-    mean += columns(i) * double(partials[int64_t(i) * p.K].x);
-  }
-  mean += __shfl_xor_sync(~0u, mean, 16);
-  mean /= double(p.P) * double(p.Q);
-#pragma unroll 8
-  for (int i = lane / 16; i < pieces; i += 2) {
-    const float2 piece = partials[int64_t(i) * p.K];
-    const double delta = double(piece.x) - mean;
-    m2 += double(piece.y) + columns(i) * double(p.Z) * delta * delta;
-  }
-  m2 += __shfl_xor_sync(~0u, m2, 16);
-  if (lane < 16 && k < p.K) {
-    mean_out[n * p.K + k] = float(mean);
-    // An M2 that leaves float32's range is NaN, as one that left it earlier.
-    m2_out[n * p.K + k] = m2 <= double(FLT_MAX) ? float(m2) : __int_as_float(0x7FFFFFFF);
-  }
-}
 
 template <class Config, class Act>
 __global__ void __launch_bounds__(Config::kThreads, 1)

@@ -120,13 +120,6 @@ inline void wgmma_deal(WgmmaParams& p, int blocks) {
 
 inline int wgmma_pieces(const WgmmaParams& p) { return p.P * p.column_tiles; }
 
-// How many columns of a tile are outputs.
-__host__ __device__ inline int wgmma_tile_columns(const WgmmaParams& p, int tile) {
-  const int first = p.first_column + 32 * tile;
-  const int low = first < 0 ? 0 : first, high = first + 32 < p.Q ? first + 32 : p.Q;
-  return high - low;
-}
-
 template <class Config>
 size_t wgmma_shared_bytes(const WgmmaParams& p) {
   return Config::kStageOffset + size_t(Config::kWarpgroups) * Config::kStages * p.stage_bytes;

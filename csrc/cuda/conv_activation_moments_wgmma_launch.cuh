@@ -19,8 +19,6 @@ struct WgmmaLaunch {
   const void* w;
   const void* bias;  // or null
   float2* partials;
-  float* mean;
-  float* m2;
   int64_t activation;
   int32_t sm_count;
   cudaStream_t stream;
@@ -74,10 +72,6 @@ void launch_wgmma_kernel(const WgmmaLaunch& launch, const Act& activation) {
            launch.stream>>>(p, wgmma_tensor_map<Config>(launch.problem, p, false),
                             wgmma_tensor_map<Config>(launch.problem, p, true), activation);
   check_launch("conv_activation_moments_wgmma", {p.N, Config::kC, p.D, p.H, p.W, p.K});
-  constexpr int kWarps = kWgmmaMergeThreads / 32;
-  launch_dependent(wgmma_merge, linear_grid((int64_t{p.N} * tiles + kWarps - 1) / kWarps),
-                   kWgmmaMergeThreads, launch.stream, p, launch.mean, launch.m2);
-  check_launch("wgmma_merge", {p.N, p.K});
 }
 
 template <WgmmaOperand kOperand>

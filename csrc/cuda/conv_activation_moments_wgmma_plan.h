@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 
+#include "activation.h"
 #include "problem.h"
 
 namespace convnormpool {
@@ -23,6 +24,13 @@ constexpr int64_t wgmma_first_column(int64_t padding, int64_t step) {
 
 constexpr int64_t wgmma_column_tiles(int64_t columns, int64_t first) {
   return (columns - first + kWgmmaTileColumns - 1) / kWgmmaTileColumns;
+}
+
+// How many columns of a tile are outputs, of `columns` and where the first begins at `first`.
+CONVNORMPOOL_HOST_DEVICE int32_t wgmma_tile_columns(int32_t columns, int32_t first, int32_t tile) {
+  constexpr int32_t kColumns = static_cast<int32_t>(kWgmmaTileColumns);
+  const int32_t begin = first + kColumns * tile, end = begin + kColumns;
+  return (end < columns ? end : columns) - (begin < 0 ? 0 : begin);
 }
 
 inline int64_t wgmma_column_tiles(const Problem& p) {

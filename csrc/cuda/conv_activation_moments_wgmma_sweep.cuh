@@ -470,7 +470,7 @@ struct WgmmaSweep {
     squares += __shfl_xor_sync(~0u, squares, 4);
     const float low = odd ? pivot[1] : pivot[0], high = odd ? pivot[3] : pivot[2];
     const int tile = (at.w + p.padding[2] - p.first_column) / 32;
-    const float shift = total / (float(p.Z) * float(wgmma_tile_columns(p, tile)));
+    const float shift = total / (float(p.Z) * float(wgmma_tile_columns(p.Q, p.first_column, tile)));
     float m2 = squares - total * shift;
     m2 = m2 < 0.f ? 0.f : m2;
     m2 = m2 - m2 == 0.f ? m2 : __int_as_float(0x7FFFFFFF);

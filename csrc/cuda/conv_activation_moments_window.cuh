@@ -23,8 +23,8 @@
 //
 // Launch conv_window_kernel<Config> with Config::kThreads threads, Config::kSharedBytes of dynamic
 // shared memory and a grid of (blocks, ceil(K / 16)), any number of blocks (warps take pieces in
-// turn; kBlocksPerSm of them run at once on an SM), then merge_window_kernel with a block for
-// each 16 channels of a sample.
+// turn; kBlocksPerSm of them run at once on an SM), then a merge of WindowPieces
+// (conv_activation_moments_merge.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -264,6 +264,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     conv_window_kernel(const WindowParameters p, typename Config::ActivationType activation) {
   using namespace window;
+  grid_dependency_launch();
   constexpr int T = Config::T;
   const int lane = static_cast<int>(threadIdx.x);
   const int32_t pieces = window_pieces(p.geometry);

@@ -1,5 +1,5 @@
-// What the window kernels and the taps kernel make of their outputs: a piece's moments, and the
-// merge of a sample's pieces.
+// What the window kernels and the taps kernel make of their outputs: a piece's moments, and how a
+// sample's are merged.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,6 +8,7 @@
 
 #include "cuda/common/moments.cuh"
 #include "cuda/common/reduce.cuh"
+#include "cuda/conv_activation_moments_merge.cuh"
 #include "cuda/conv_activation_moments_window_map.h"
 #include "cuda/conv_activation_moments_window_operands.cuh"
 
@@ -49,50 +50,53 @@ __device__ __forceinline__ float2 piece_moments(const WindowPiece& piece, int li
 
 }  // namespace window
 
-constexpr int kMergeChannels = 16, kMergeLanes = 16;  // of a block
+// The pieces of all samples as merge_pieces_kernel takes them (conv_activation_moments_merge.cuh).
+// 16 threads merge a channel: each takes every 16th piece, and a fixed tree joins what they have.
+struct WindowPieces {
+  static constexpr int kLanes = 16;  // of a channel
+  static constexpr int kThreads = kMergeChannels * kLanes;
+  static constexpr int kScratch = 3 * kThreads;
+  static constexpr int kLeastUnits = 1;
 
-// mean and m2 (N, K) from the pieces' moments, in float64: a block for 16 channels of a sample, 16
-// threads for each. A thread takes every 16th piece, and a fixed tree joins what they have.
-static __global__ void __launch_bounds__(kMergeChannels* kMergeLanes)
-    merge_window_kernel(const WindowGeometry geometry, const float2* __restrict__ partial,
-                        float* __restrict__ mean, float* __restrict__ m2) {
-  __shared__ double counts[kMergeLanes][kMergeChannels];
-  __shared__ double firsts[kMergeLanes][kMergeChannels], seconds[kMergeLanes][kMergeChannels];
-  const int K = geometry.K, tiles = (K + kMergeChannels - 1) / kMergeChannels;
-  const int channel = static_cast<int>(threadIdx.x) % kMergeChannels;
-  const int thread = static_cast<int>(threadIdx.x) / kMergeChannels;
-  const int64_t sample = blockIdx.x / static_cast<unsigned>(tiles);
-  const int k =
-      static_cast<int>(blockIdx.x % static_cast<unsigned>(tiles)) * kMergeChannels + channel;
-  const int32_t pieces = window_pieces(geometry);
-  const float2* const p = partial + sample * pieces * K + min(k, K - 1);
-  const double pivot = p[0].x;
-  double count = 0.0, first = 0.0, second = 0.0;
-  for (int32_t i = thread; i < pieces; i += kMergeLanes) {
-    const WindowPiece piece = window_piece(geometry, i);
-    const float2 moments = p[static_cast<int64_t>(i) * K];
-    const double n = static_cast<double>(piece.planes) * piece.columns;
-    const double d = moments.x - pivot;
-    count += n;
-    first += n * d;
-    second += n * d * d + moments.y;
-  }
-  counts[thread][channel] = count;
-  firsts[thread][channel] = first;
-  seconds[thread][channel] = second;
-  for (int span = kMergeLanes / 2; span > 0; span /= 2) {
-    __syncthreads();
-    if (thread < span) {
-      counts[thread][channel] += counts[thread + span][channel];
-      firsts[thread][channel] += firsts[thread + span][channel];
-      seconds[thread][channel] += seconds[thread + span][channel];
+  WindowGeometry geometry;
+  const float2* partial;  // (N, pieces, K)
+  int32_t N;
+
+  CONVNORMPOOL_HOST_DEVICE int64_t samples() const { return N; }
+  CONVNORMPOOL_HOST_DEVICE int channels() const { return geometry.K; }
+
+  __device__ __forceinline__ float2 merge(int64_t sample, int k, int thread,
+                                          double* scratch) const {
+    // (kLanes, kMergeChannels) each
+    double* const counts = scratch + thread;
+    double *const firsts = counts + kThreads, *const seconds = firsts + kThreads;
+    const int32_t pieces = window_pieces(geometry);
+    const float2* const p = partial + sample * pieces * geometry.K + k;
+    const double pivot = p[0].x;
+    double count = 0.0, first = 0.0, second = 0.0;
+    const auto add = [&](int32_t i, const float2& moments) {
+      const WindowPiece piece = window_piece(geometry, i);
+      const double n = static_cast<double>(piece.planes) * piece.columns;
+      const double d = moments.x - pivot;
+      count += n;
+      first = fma(n, d, first);
+      second += fma(n * d, d, static_cast<double>(moments.y));
+    };
+    for_pieces<4>(p, geometry.K, thread / kMergeChannels, kLanes, pieces, add);
+    *counts = count, *firsts = first, *seconds = second;
+    for (int span = kThreads / 2; span >= kMergeChannels; span /= 2) {
+      __syncthreads();
+      if (thread < span) {
+        *counts += counts[span];
+        *firsts += firsts[span];
+        *seconds += seconds[span];
+      }
     }
+    const double difference = *firsts / *counts;
+    const double sum = fma(-difference, *firsts, *seconds);
+    return make_float2(static_cast<float>(pivot + difference),
+                       static_cast<float>(sum < 0.0 ? 0.0 : sum));
   }
-  if (thread > 0 || k >= K) return;
-  const double difference = firsts[0][channel] / counts[0][channel];
-  const double sum = seconds[0][channel] - difference * firsts[0][channel];
-  mean[sample * K + k] = static_cast<float>(pivot + difference);
-  m2[sample * K + k] = static_cast<float>(sum < 0.0 ? 0.0 : sum);
-}
+};
 
 }  // namespace convnormpool

@@ -1,109 +1,32 @@
 // The kernels of _group_norm_pool_out and its backward: GroupNorm of the mean over positions, from
-// moments. Small tensors, so everything is float64 and dtypes are switches at run time.
-//
-// 2^lanes_log2 lanes of a warp share the channels of a group: lane l takes channels l, l + lanes,
-// ... in order and the lanes' sums are joined by a fixed tree, so the bits depend on the number of
-// channels per group alone.
+// moments. All may be programmatic dependent launches.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include <cmath>
 #include <cstdint>
 
+#include "cuda/common/ptx.cuh"
 #include "cuda/common/reduce.cuh"
-#include "cuda/common/vector.cuh"
+#include "cuda/group_norm_pool_groups.cuh"
 
 namespace convnormpool {
 
-constexpr int kGroupThreads = 128;
 // Threads of a block that sums over samples.
 constexpr int kSampleThreads = 1024;
-constexpr int kMaxGroupLanesLog2 = 5;
 
-struct GroupNormPool {
-  TypedPointer mean, m2;  // (N, channels), statistics type
-  TypedPointer weight;    // (channels,) or null: ones
-  int64_t samples, channels, groups;
-  double count;  // positions behind each mean
-  double eps;
-  int lanes_log2;
-
-  __device__ __forceinline__ int64_t group_channels() const { return channels / groups; }
-  __device__ __forceinline__ double weight_of(int64_t channel) const {
-    return weight.data == nullptr ? 1.0 : load_element(weight, channel);
-  }
-};
-
-struct GroupStatistics {
-  double mean, rstd;
-};
-
-// Of the group whose first channel is element `base` of mean and m2, in each of its lanes. Every
-// lane of the warp calls this; one that is not `active` reads nothing.
-__device__ __forceinline__ GroupStatistics group_statistics(const GroupNormPool& p, int64_t base,
-                                                            int lane, bool active) {
-  const int lanes = 1 << p.lanes_log2;
-  const int64_t J = active ? p.group_channels() : 0;
-  double sum = 0, inner = 0;
-  for (int64_t j = lane; j < J; j += lanes) {
-    sum += load_element(p.mean, base + j);
-    inner += load_element(p.m2, base + j);
-  }
-  // A division, not a product with 1/J: equal means have exactly their value as mean.
-  const double divisor = static_cast<double>(p.group_channels());
-  const double mean = lanes_sum(sum, lanes) / divisor;
-  double outer = 0;
-  for (int64_t j = lane; j < J; j += lanes) {
-    const double d = load_element(p.mean, base + j) - mean;
-    outer += d * d;
-  }
-  const double variance =
-      (lanes_sum(inner, lanes) + p.count * lanes_sum(outer, lanes)) / (p.count * divisor);
-  // An M2 that overflowed is Inf, and 1/sqrt(Inf) would give the finite value 0.
-  const double rstd = isfinite(variance) ? 1.0 / sqrt(variance + p.eps) : static_cast<double>(NAN);
-  return {mean, rstd};
-}
-
-// Where a thread works: item `index` of N · groups, and its lane there.
-struct GroupPlace {
-  int64_t index;
-  int lane;
-  bool active;
-};
-
-__device__ __forceinline__ GroupPlace group_place(const GroupNormPool& p) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kGroupThreads + threadIdx.x;
-  const int64_t index = thread >> p.lanes_log2;
-  const int lane = static_cast<int>(thread & ((1 << p.lanes_log2) - 1));
-  return {index, lane, index < p.samples * p.groups};
-}
-
-__global__ void __launch_bounds__(kGroupThreads)
-    group_norm_pool_kernel(GroupNormPool p, TypedPointer bias, TypedPointer out,
-                           TypedPointer group_mean, TypedPointer group_rstd) {
-  const GroupPlace place = group_place(p);
-  const int64_t J = p.group_channels();
-  const int64_t base = place.index * J;
-  const GroupStatistics group = group_statistics(p, base, place.lane, place.active);
-  if (!place.active) return;
-  if (place.lane == 0) {
-    store_element(group_mean, place.index, group.mean);
-    store_element(group_rstd, place.index, group.rstd);
-  }
-  const int64_t first_channel = place.index % p.groups * J;
-  for (int64_t j = place.lane; j < J; j += int64_t{1} << p.lanes_log2) {
-    const int64_t channel = first_channel + j;
-    const double normalised = (load_element(p.mean, base + j) - group.mean) * group.rstd;
-    const double shift = bias.data == nullptr ? 0.0 : load_element(bias, channel);
-    store_element(out, base + j, p.weight_of(channel) * normalised + shift);
-  }
+__global__ void __launch_bounds__(kGroupThreads) group_norm_pool_kernel(const NormPool norm) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  normalise_group(norm, group_place(norm.p));
 }
 
 // grad_mean and grad_m2, a group at a time.
 __global__ void __launch_bounds__(kGroupThreads)
     group_norm_pool_backward_kernel(GroupNormPool p, TypedPointer grad_out, TypedPointer grad_mean,
                                     TypedPointer grad_m2) {
+  grid_dependency_launch();
+  grid_dependency_wait();
   const GroupPlace place = group_place(p);
   const int lanes = 1 << p.lanes_log2;
   const int64_t J = p.group_channels();
@@ -144,6 +67,8 @@ __global__ void __launch_bounds__(kSampleThreads)
                                       TypedPointer grad_weight, TypedPointer grad_bias) {
   __shared__ double shared_weight[kSampleThreads];
   __shared__ double shared_bias[kSampleThreads];
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int lanes = 1 << p.lanes_log2;
   const int thread = threadIdx.x;
   const int threads = blockDim.x;

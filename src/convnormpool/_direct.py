@@ -146,9 +146,12 @@ def _forward(tensors: Sequence[Any], plan: Plan) -> tuple[Tensor, Tensor, Tensor
     with torch._C._AutoDispatchBelowAutograd():
         mean = x.new_empty((x.shape[0], w.shape[0]), dtype=statistics_dtype(x.dtype))
         m2 = torch.empty_like(mean)
-        _paths.moments(x, w, b, plan.convolution, plan.decision, mean, m2)
-        norm = (plan.positions, norm_weight, norm_bias, plan.num_groups, plan.eps)
-        out = _kernels.group_norm_pool(mean, m2, *norm, plan.dtype)[0]
+        convolution = (x, w, b, plan.convolution, plan.decision, mean, m2)
+        norm = (norm_weight, norm_bias, plan.num_groups, plan.eps, plan.dtype)
+        if x.is_cuda and plan.decision.path == "fused":
+            return _kernels.conv_norm_pool(*convolution, *norm), mean, m2
+        _paths.moments(*convolution)
+        out = _kernels.group_norm_pool(mean, m2, plan.positions, *norm)[0]
     return out, mean, m2
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ __all__ = [
     "act_moments_backward",
     "conv_act_moments",
     "conv_act_moments_backward",
+    "conv_norm_pool",
     "dense",
     "dense_like",
     "group_norm_pool",
@@ -78,6 +81,17 @@ def _aligned(x: Tensor, alignment: int) -> Tensor:
     return x.clone() if x.data_ptr() % alignment else x
 
 
+def _forward_arguments(
+    x: Tensor, w: Tensor, b: Tensor | None, conv: Convolution, decision: Decision
+) -> tuple[Any, ...]:
+    """What the fused operators of the forward take first."""
+    return (
+        _aligned(x, decision.alignment), w.contiguous(), _contiguous(b),
+        conv.stride, conv.padding, conv.dilation, conv.groups, _ACTIVATION_CODE[conv.activation],
+        _PRECISION_CODE[conv.precision], decision.wgmma,
+    )  # fmt: skip
+
+
 def conv_act_moments(
     x: Tensor,
     w: Tensor,
@@ -88,12 +102,33 @@ def conv_act_moments(
     m2: Tensor,
 ) -> None:
     """The fused convolution and statistics."""
-    _compiled._conv_act_moments_out(
-        _aligned(x, decision.alignment), w.contiguous(), _contiguous(b),
-        conv.stride, conv.padding, conv.dilation, conv.groups, _ACTIVATION_CODE[conv.activation],
-        _PRECISION_CODE[conv.precision], decision.wgmma, mean, m2,
-        mean.new_empty(decision.workspace) if decision.workspace else None,
+    workspace = mean.new_empty(decision.workspace) if decision.workspace else None
+    arguments = _forward_arguments(x, w, b, conv, decision)
+    _compiled._conv_act_moments_out(*arguments, mean, m2, workspace)
+
+
+def conv_norm_pool(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    conv: Convolution,
+    decision: Decision,
+    mean: Tensor,
+    m2: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The fused convolution and statistics on CUDA, and the normalised output in ``dtype``."""
+    out = mean.new_empty(mean.shape, dtype=dtype)
+    workspace = mean.new_empty(decision.workspace) if decision.workspace else None
+    _compiled._conv_norm_pool_out(
+        *_forward_arguments(x, w, b, conv, decision), _contiguous(weight), _contiguous(bias),
+        num_groups, eps, out, mean, m2, workspace,
     )  # fmt: skip
+    return out
 
 
 def conv_act_moments_backward(

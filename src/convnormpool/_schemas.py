@@ -47,6 +47,9 @@ _COMPILED = (
     "Tensor(c!)? grad_weight, Tensor(d!)? grad_bias) -> ()",
     f"_conv_act_moments_out(Tensor x, Tensor w, Tensor? b, {_CONV}, int activation, "
     "int precision, bool wgmma, Tensor(a!) mean, Tensor(b!) m2, Tensor(c!)? workspace) -> ()",
+    f"_conv_norm_pool_out(Tensor x, Tensor w, Tensor? b, {_CONV}, int activation, "
+    "int precision, bool wgmma, Tensor? norm_weight, Tensor? norm_bias, int num_groups, "
+    "float eps, Tensor(a!) out, Tensor(b!) mean, Tensor(c!) m2, Tensor(d!)? workspace) -> ()",
     "_conv_act_moments_backward_out(Tensor x, Tensor w, Tensor? b, Tensor mean, Tensor m2, "
     f"Tensor grad_mean, Tensor grad_m2, {_CONV}, int activation, int precision, "
     "bool wgmma, Tensor(a!)? dx, Tensor(b!)? dw, Tensor(c!)? db, Tensor(d!)? workspace) -> ()",

@@ -183,8 +183,8 @@ void test_group_norm(int64_t N, int64_t K, int64_t groups) {
   const GroupNormPool p{typed(mean, f), typed(m2, f), typed(weight, f), N, K, groups,
                         count,          eps,          ceil_log2(J, 5)};
   const dim3 grid(ceil_divide(N * groups, kGroupThreads >> p.lanes_log2));
-  emulate(grid, dim3(kGroupThreads), 0, group_norm_pool_kernel, p, typed(bias, f), typed(out, f),
-          typed(group_mean, f), typed(group_rstd, f));
+  emulate(grid, dim3(kGroupThreads), 0, group_norm_pool_kernel,
+          NormPool{p, typed(bias, f), typed(out, f), typed(group_mean, f), typed(group_rstd, f)});
   emulate(grid, dim3(kGroupThreads), 0, group_norm_pool_backward_kernel, p, typed(grad, f),
           typed(to_mean, f), typed(to_m2, f));
   emulate(dim3(ceil_divide(J, int64_t{1} << p.lanes_log2), unsigned(groups)), dim3(64), 0,

@@ -23,7 +23,7 @@ constexpr bool kEveryShape = false;
 // Whether the shapes that fall to this kind are run.
 constexpr bool takes(convnormpool::WgmmaOperand kind) { return kEveryShape || kind == kOperand; }
 
-// The extents as the host side states them; dtype and precision decide nothing in a kernel.
+// The problem as the host side states it; precision decides nothing in a kernel.
 inline convnormpool::Problem problem_of(const Shape& s) {
   convnormpool::Problem p{};
   p.N = s.N, p.C = s.C, p.D = s.D, p.H = s.H, p.W = s.W;
@@ -31,7 +31,9 @@ inline convnormpool::Problem problem_of(const Shape& s) {
   const int64_t padding[3] = {s.pad_d, s.pad_h, s.pad_w};
   for (int i = 0; i < 3; ++i) p.stride[i] = p.dilation[i] = 1, p.padding[i] = padding[i];
   p.groups = 1;
-  p.dtype = convnormpool::DType::kFloat32;
+  p.dtype = kOperand == convnormpool::WgmmaOperand::kFloat16    ? convnormpool::DType::kFloat16
+            : kOperand == convnormpool::WgmmaOperand::kBFloat16 ? convnormpool::DType::kBFloat16
+                                                                : convnormpool::DType::kFloat32;
   p.precision = convnormpool::Precision::kTf32;
   return p;
 }

@@ -8,6 +8,7 @@
 #include "ptx_hopper.cuh"
 
 #include "cuda/conv_activation_moments_wgmma.cuh"
+#include "cuda/conv_activation_moments_wgmma_pieces.cuh"
 #include "wgmma_check.h"
 // clang-format on
 
@@ -74,8 +75,11 @@ Moments launch(const Shape& s, const Data& d, unsigned blocks, Act act) {
   }
   emulate(dim3(blocks, unsigned(tiles)), dim3(Config::kThreads), wgmma_shared_bytes<Config>(p),
           conv_activation_moments_wgmma<Config, Act>, p, maps[0], maps[1], act);
-  emulate(dim3(unsigned(size_t(s.N) * tiles + 3) / 4), dim3(kWgmmaMergeThreads), 0, wgmma_merge, p,
-          moments.mean.data(), moments.m2.data());
+  constexpr unsigned kUnits = WgmmaPieces::kLeastUnits;
+  emulate(dim3((unsigned(size_t(s.N) * tiles) + kUnits - 1) / kUnits),
+          dim3(kUnits * WgmmaPieces::kThreads), 0, merge_pieces_kernel<WgmmaPieces>,
+          wgmma_pieces_of(check::problem_of(s), partials.data()), moments.mean.data(),
+          moments.m2.data());
   return moments;
 }
 

@@ -51,11 +51,12 @@ inline void merge(const Shape& s, const convnormpool::WindowGeometry& geometry,
                   const std::vector<float2>& partial, std::vector<float>& mean,
                   std::vector<float>& m2) {
   using namespace convnormpool;
-  const int64_t tiles = (s.K + kMergeChannels - 1) / kMergeChannels;
+  const WindowPieces pieces{geometry, partial.data(), int32_t(s.N)};
   mean.assign(size_t(s.N * s.K), NAN);
   m2.assign(size_t(s.N * s.K), NAN);
-  emulate(dim3(unsigned(s.N * tiles)), dim3(kMergeChannels * kMergeLanes), 0, merge_window_kernel,
-          geometry, partial.data(), mean.data(), m2.data());
+  emulate(dim3(unsigned(s.N * merge_tiles(pieces))), dim3(WindowPieces::kThreads),
+          merge_shared_bytes<WindowPieces>(1), merge_pieces_kernel<WindowPieces>, pieces,
+          mean.data(), m2.data());
 }
 
 }  // namespace check

@@ -66,20 +66,26 @@ inline void check_launch(const char* kernel, std::initializer_list<int64_t> shap
   STD_TORCH_CHECK(false, message.str());
 }
 
-// Launches a kernel that may begin while the one before it in the stream ends: it has that one's
-// results after grid_dependency_wait(). check_launch follows, as for every launch.
+// Launches a kernel that may begin while the one before it in the stream ends, whatever that is:
+// the kernel calls grid_dependency_wait() in all its threads before it touches memory, and so has
+// that one's results, and those of all before it, since none that begins early ends before it has
+// waited. check_launch follows, as for every launch.
 template <class... Parameters, class... Arguments>
-void launch_dependent(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
+void launch_dependent(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
                       cudaStream_t stream, const Arguments&... arguments) {
+  // Code made from PTX of an earlier architecture does not wait, whatever device it runs on.
+  cudaFuncAttributes code{};
+  const bool waits = cudaFuncGetAttributes(&code, kernel) == cudaSuccess && code.ptxVersion >= 90;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = waits ? 1 : 0;
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 
