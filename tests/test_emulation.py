@@ -27,6 +27,7 @@ PROGRAMS = [
     ("reductions", ""),
     ("merge", ""),
     *((source, operand) for source in SOURCES for operand in OPERANDS if operand != "kSplit"),
+    *(("wgmma_backward_both", operand) for operand in OPERANDS if operand != "kSplit"),
     ("window_map", ""),
 ]
 FLAGS = [

@@ -91,6 +91,7 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
   const auto statistics = [](const Tensor& t) { return static_cast<const float*>(t.data_ptr()); };
   const void* const bias = b ? b->data_ptr() : nullptr;
 
+  BackwardSums sums = backward_sums(p, facts.sm_count, wgmma);
 #ifdef CONVNORMPOOL_SM_90A
   if (wgmma) {
     const WgmmaBackwardLaunch launch{p,
@@ -109,8 +110,18 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
                                      facts.sm_count,
                                      scope.stream()};
     dispatch_operand<WgmmaOperand>(p, [&](auto operand) {
-      if (filter_gradient) launch_wgmma_filter<decltype(operand)::value>(launch);
-      if (input_gradient) launch_wgmma_input<decltype(operand)::value>(launch);
+      constexpr WgmmaOperand kOperand = decltype(operand)::value;
+      if constexpr (kOperand != WgmmaOperand::kSplit) {
+        if (filter_gradient && input_gradient) {
+          if (const int blocks = launch_wgmma_both<kOperand>(launch); blocks > 0) {
+            const int64_t groups = blocks * kWgmmaBothWarpgroups;
+            sums = {groups, groups * 4};
+            return;
+          }
+        }
+      }
+      if (filter_gradient) launch_wgmma_filter<kOperand>(launch);
+      if (input_gradient) launch_wgmma_input<kOperand>(launch);
     });
   }
 #endif
@@ -138,7 +149,6 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
     }
   }
   if (!filter_gradient) return;
-  const BackwardSums sums = backward_sums(p, facts.sm_count, wgmma);
   if (dw)
     sum_partials(filter_partial, sums.filter, p.K, p.C * p.T * p.R * p.S, dw_out, scope.stream());
   if (db) sum_partials(bias_partial, sums.bias, p.K, 1, db_out, scope.stream());

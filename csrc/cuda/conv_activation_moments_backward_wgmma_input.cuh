@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   WgmmaInputRing<Config> ring(p, &map, group);
   wgmma_input_exponents<Config>(p, 16 * p.first_tile, shared);
   wgmma_input_weights<Config>(p, 16 * p.first_tile, shared);
+  wgmma_input_resets<Config>(p, 16 * p.first_tile, shared);
   fence_proxy_async();
   __syncthreads();
 

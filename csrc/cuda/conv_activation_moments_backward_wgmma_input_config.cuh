@@ -14,7 +14,7 @@ namespace convnormpool {
 
 // kTf32 is computed as float16 scaled by powers of two, whose 11 bits are tf32's.
 template <WgmmaOperand kOperand_, int kC_, int kT_, int kR_, int kS_, int kWarpgroups_ = 2,
-          int kStages_ = 4>
+          int kStages_ = 2 * kT_>
 struct WgmmaInputConfig {
   static constexpr WgmmaOperand kOperand = kOperand_;
   static constexpr int kC = kC_, kT = kT_, kR = kR_, kS = kS_;
@@ -65,6 +65,9 @@ struct WgmmaInputConfig {
   // Shared memory.
   static constexpr int kBarrierOffset = 0;
   static constexpr int kExponentOffset = 256;  // of 16 channels' weights, then of all of them
+  // What the outputs' accumulators begin with, in the order of four lanes' fragments: 128 bytes
+  // and, kResetCopy on, the same.
+  static constexpr int kResetOffset = 384, kResetCopy = 256;
   static constexpr int kPlaceOffset = 512;
   static constexpr int kZeroOffset = 768;
   static constexpr int kTermOffset = 1024;
@@ -75,7 +78,8 @@ struct WgmmaInputConfig {
   static constexpr int kStageBytes = (kC * kPitch * (4 + kR - 1) + 127) / 128 * 128;
   static constexpr int kCarryOffset = kStageOffset + kWarpgroups * kStages * kStageBytes;
   static_assert(kWarpgroups * kStages * 8 <= kExponentOffset, "barriers");
-  static_assert(kWarpgroups * 32 <= kZeroOffset - kPlaceOffset, "two places a warpgroup");
+  static_assert(kWarpgroups * 32 <= kResetOffset + kResetCopy - kPlaceOffset,
+                "two places a warpgroup");
   static_assert(kStageOffset % 128 == 0, "destinations of tensor copies");
 };
 
@@ -101,6 +105,7 @@ struct WgmmaInputParams {
   int planes;     // of a slab, a multiple of T
   int slab_step;  // from one slab to the next
   int items;      // (sample, slab, segment)
+  uint32_t zero;  // see distinct_copy
 };
 
 template <class Config>
@@ -127,8 +132,7 @@ WgmmaInputParams wgmma_input_params(const Problem& problem, int most_planes = Co
   p.quads = (p.padding[1] + p.H + 3) / 4;
   // A slab of L planes completes all of them but T - 1 at each end where another slab meets it.
   const auto whole = [](int planes) {
-    const int fewest = std::max(2 * kT, Config::kStages + 1);
-    return (std::max(planes, fewest) + kT - 1) / kT * kT;
+    return (std::max(planes, std::max(2 * kT, Config::kStages)) + kT - 1) / kT * kT;
   };
   const int all = p.Z + kT - 1, most = std::max(most_planes / kT * kT, whole(3 * kT));
   p.planes = std::min(whole(all), most);

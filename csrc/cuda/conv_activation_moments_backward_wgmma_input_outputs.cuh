@@ -10,6 +10,7 @@
 
 #include "activation.h"
 #include "cuda/common/activation.cuh"
+#include "cuda/common/ptx.cuh"
 #include "cuda/common/ptx_hopper.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_input_stage.cuh"
 
@@ -28,17 +29,19 @@ struct WgmmaInputOutputs {
   uint32_t window[kC][Config::kWindowWords];
   // dy of the columns m - 3 and m - 1 of this lane's four; negative ones are of the block before.
   uint32_t gradient[kParts][5][4];
-  // Of the lane's channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9: what an output's accumulator begins
-  // with, and if scaled y = accumulator * unscale + bias.
-  float reset[4], unscale[4];
+  // Of the lane's channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9, if scaled: y = accumulator * unscale +
+  // bias.
+  float unscale[4];
   int exponent;           // x is scaled by 2^exponent
   int gradient_exponent;  // and dy by this one
-  uint32_t mask[4];       // all ones where the lane's column is an output
-  int outputs;            // planes from the slab's first on that are outputs
-  uint32_t address;       // of this lane's windows in stage 0
-  int before;             // the lane of the block of columns before; itself in the first block
-  uint32_t before_mask;   // zero in the first block
-  float zero;             // in a register: to write a constant takes two instructions
+  uint32_t inside[4];     // 1/2 as a float where the lane's column is an output, or 0
+  bool any_inside;
+  int outputs;       // planes from the slab's first on that are outputs
+  uint32_t address;  // of this lane's windows in stage 0
+  uint32_t terms_from, zeros_from;
+  int before;            // the lane of the block of columns before; itself in the first block
+  uint32_t before_mask;  // zero in the first block
+  float zero;            // in a register: to write a constant takes two instructions
 
   __device__ __forceinline__ WgmmaInputOutputs(WgmmaInputRing<Config>& r, const Act& activation)
       : ring(r), act(activation) {}
@@ -54,16 +57,11 @@ struct WgmmaInputOutputs {
   // ---- what changes from quad to quad
 
   __device__ __forceinline__ void begin() {
-    const WgmmaInputParams& p = ring.p;
-    const int first_channel = 16 * p.first_tile;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int k = first_channel + channel(i);
-      reset[i] = Config::kFloat ? 0.f : bias(k);
-      unscale[i] = 1.f;
-    }
+    for (int i = 0; i < 4; ++i) unscale[i] = 1.f;
 #pragma unroll
-    for (int i = 0; i < 8 * kT; ++i) acc[0][i] = acc[1][i] = reset[i % 8 / 4 * 2 + i % 2];
+    for (int i = 0; i < 8 * kT; ++i) acc[0][i] = acc[1][i] = 0.f;
+    clear<0, kT>();
     address = ring.stage_address(0) + uint32_t((warp() + lane() % 4) * Config::kPitch +
                                                block() * 4 * Config::kElementBytes);
     before_mask = block() == 0 ? 0u : ~0u;
@@ -72,9 +70,12 @@ struct WgmmaInputOutputs {
     for (int g = 0; g < 8; ++g) {
       if (wgmma_block<Config>(g) == block() - 1) before = 4 * g + lane() % 4;
     }
+    terms_from = uint32_t(opaque_value(int(terms())));
+    zeros_from = ring.base() + uint32_t(Config::kZeroOffset);
     exponent = gradient_exponent = outputs = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) mask[i] = 0u;
+    for (int i = 0; i < 4; ++i) inside[i] = 0u;
+    any_inside = false;
     float zeros[4];
     load_shared(zeros, ring.base() + uint32_t(Config::kZeroOffset));
     zero = zeros[0];
@@ -110,7 +111,9 @@ struct WgmmaInputOutputs {
       slope[i] = exists ? 2.f * p.grad_m2[at] : 0.f;
       // The second term covers roundings of y where nearly all outputs are alike.
       const float spread = exists ? sqrtf(p.m2[at]) + fabsf(mean[i]) * 0x1p-10f : 0.f;
-      bound = fmaxf(bound, 2.f * (fabsf(alpha[i]) + fabsf(slope[i]) * spread));
+      const float largest = 2.f * (fabsf(alpha[i]) + fabsf(slope[i]) * spread);
+      // A channel that is not finite must not decide the others' scale.
+      bound = fmaxf(bound, largest - largest == 0.f ? largest : 0.f);
     }
     if constexpr (!Config::kBFloat16) {
       bound = fmaxf(bound, __shfl_xor_sync(~0u, bound, 1));
@@ -143,8 +146,11 @@ struct WgmmaInputOutputs {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int column = at.column + 4 * block() + i;
-      mask[i] = row && column >= 0 && column < p.Q ? ~0u : 0u;
+      // As floats that the compiler does not see through: it would choose them anew in every step.
+      const bool output = row && column >= 0 && column < p.Q;
+      inside[i] = uint32_t(opaque_value(output ? int(__float_as_uint(0.5f)) : 0));
     }
+    any_inside = (inside[0] | inside[1] | inside[2] | inside[3]) != 0;
   }
 
   // ---- the outputs again
@@ -192,33 +198,40 @@ struct WgmmaInputOutputs {
                                 : __byte_perm(words[word], words[word < 3 ? word + 1 : 3], 0x5432);
       to[i] = taps >= 2 ? pair : taps == 1 ? pair & 0xFFFFu : 0u;
     }
+    if (kS >= 4) to[2] = distinct_copy(to[1], ring.p.zero);
   }
 
-  // The eight floats of a window become four words of high and, if split, four of low halves.
-  __device__ __forceinline__ void make_halves(uint32_t (&words)[Config::kWindowWords]) {
+  // The eight floats of each window become four words of high and, if split, four of low halves.
+  // Returns the largest magnitude as the bits of a half.
+  __device__ __forceinline__ int make_halves() {
     const float scale = wgmma_power_of_two(exponent);
-    uint32_t rest_words[4];
+    __half2 largest = __floats2half2_rn(0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x0 = __uint_as_float(words[2 * i]) * scale;
-      const float x1 = i == 3 ? 0.f : __uint_as_float(words[2 * i + 1]) * scale;
-      const __half2 high_half = __floats2half2_rn(x0, x1);
-      if constexpr (Config::kSplit) {
-        const float2 back = __half22float2(high_half);
-        const __half2 rest = __floats2half2_rn(x0 - back.x, x1 - back.y);
-        memcpy(&rest_words[i], &rest, 4);
+    for (int ci = 0; ci < kC; ++ci) {
+      uint32_t (&words)[Config::kWindowWords] = window[ci];
+      uint32_t rest_words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x0 = __uint_as_float(words[2 * i]) * scale;
+        const float x1 = i == 3 ? 0.f : __uint_as_float(words[2 * i + 1]) * scale;
+        const __half2 high_half = __floats2half2_rn(x0, x1);
+        largest = __hmax2(largest, __habs2(high_half));
+        if constexpr (Config::kSplit) {
+          const float2 back = __half22float2(high_half);
+          const __half2 rest = __floats2half2_rn(x0 - back.x, x1 - back.y);
+          memcpy(&rest_words[i], &rest, 4);
+        }
+        memcpy(&words[i], &high_half, 4);
       }
-      memcpy(&words[i], &high_half, 4);
-    }
 #pragma unroll
-    for (int i = 0; i < 4 && Config::kSplit; ++i) words[4 + i] = rest_words[i];
+      for (int i = 0; i < 4 && Config::kSplit; ++i) words[4 + i] = rest_words[i];
+    }
+    return max(int(__half_as_ushort(__low2half(largest))),
+               int(__half_as_ushort(__high2half(largest))));
   }
 
-  // Chooses the scale of the plane in `window`, for each four lanes that share rows of A. The
-  // largest magnitude comes to 2^12 at first; the scale stays until a plane would pass 2^15 or stay
-  // below 1. Up it goes by no more than 2^24 a plane: sums of a plane that much larger leave the
-  // accumulators before they could overflow.
-  __device__ __forceinline__ void choose_scale(bool first_plane) {
+  // The bits of the largest magnitude in the loaded windows of the four lanes that share rows of A.
+  __device__ __forceinline__ uint32_t largest_input() const {
     float largest = 0.f;
 #pragma unroll
     for (int ci = 0; ci < kC; ++ci) {
@@ -226,25 +239,51 @@ struct WgmmaInputOutputs {
       for (int i = 0; i < 7; ++i) largest = fmaxf(largest, fabsf(__uint_as_float(window[ci][i])));
     }
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const uint32_t bits = __float_as_uint(largest);
-    const int field = wgmma_exponent_field(bits);
-    const int fitting = min(139 - field, 127);
-    if (first_plane) {
-      set_exponent(fitting);
+    return __float_as_uint(fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)));
+  }
+
+  // Rounds the plane in `window`, scaled for each four lanes that share rows of A. The largest
+  // magnitude comes to 2^12 at first; the scale stays until a plane would pass 2^15 or stay below
+  // 1, and then the accumulators follow. Returns the lane's largest magnitude, perhaps rounded.
+  template <bool kFirst>
+  __device__ __forceinline__ float scale_window() {
+    if constexpr (kFirst) {
+      const uint32_t bits = largest_input();
+      set_exponent(min(139 - wgmma_exponent_field(bits), 127));
+      make_halves();
+      return __uint_as_float(bits);
     } else {
-      const bool unfit = uint32_t(field - 127 + exponent) > 14u && bits != 0;
-      if (__any_sync(~0u, unfit)) {
-        const int next = unfit ? min(fitting, exponent + 24) : exponent, change = next - exponent;
-        const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
-#pragma unroll
-        for (int i = 0; i < 8 * kT; ++i) {
-          scale_accumulator(acc[0][i], factor);
-          scale_accumulator(acc[1][i], factor);
-        }
-        set_exponent(next);
-      }
+      constexpr int kOne = 0x3C00, kMost = 0x7800;  // 1 and 2^15 as halves
+      const int largest = make_halves();
+      const bool small = (__ballot_sync(~0u, largest >= kOne) >> (lane() & 28) & 15u) == 0;
+      // Lanes without outputs may see nothing but zeros.
+      const bool unfit = largest >= kMost || (small && any_inside);
+      if (__builtin_expect(__any_sync(~0u, unfit) != 0, 0)) return follow();
+      return __half2float(__ushort_as_half(uint16_t(largest))) *
+             wgmma_power_of_two(max(-exponent, -126));
     }
+  }
+
+  // Chooses the scale anew where the plane needs it. Up it goes by no more than 2^24 a plane: sums
+  // of a plane that much larger leave the accumulators before they could overflow.
+  __device__ __forceinline__ float follow() {
+    load_window();
+    const uint32_t bits = largest_input();
+    const int field = wgmma_exponent_field(bits);
+    const bool unfit = uint32_t(field - 127 + exponent) > 14u && bits != 0;
+    if (__any_sync(~0u, unfit)) {
+      const int next = unfit ? min(min(139 - field, 127), exponent + 24) : exponent;
+      const int change = next - exponent;
+      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
+#pragma unroll
+      for (int i = 0; i < 8 * kT; ++i) {
+        scale_accumulator(acc[0][i], factor);
+        scale_accumulator(acc[1][i], factor);
+      }
+      set_exponent(next);
+    }
+    make_halves();
+    return __uint_as_float(bits);
   }
 
   __device__ __forceinline__ void set_exponent(int e) {
@@ -257,12 +296,13 @@ struct WgmmaInputOutputs {
     }
   }
 
-  // The fragments of the plane in `window`.
-  __device__ __forceinline__ void fragments(bool first_plane) {
-    if constexpr (Config::kFloat) choose_scale(first_plane);
+  // The fragments of the plane in `window`; kFirst: of a quad. Returns what scale_window does.
+  template <bool kFirst>
+  __device__ __forceinline__ float fragments() {
+    float largest = 0.f;
+    if constexpr (Config::kFloat) largest = scale_window<kFirst>();
 #pragma unroll
     for (int ci = 0; ci < kC; ++ci) {
-      if constexpr (Config::kFloat) make_halves(window[ci]);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         uint32_t words[4];
@@ -272,6 +312,7 @@ struct WgmmaInputOutputs {
         pairs<1>(a[1][part * kC + ci], words);
       }
     }
+    return largest;
   }
 
   template <int kTile, int kPhase, int kCount, bool kAccumulate = true>
@@ -327,12 +368,14 @@ struct WgmmaInputOutputs {
     pin_accumulators(acc[kTile]);  // later, `fresh` would have to be copied
   }
 
-  template <int kSlot>
+  // Slots kFirst .. kFirst + kCount - 1 begin anew.
+  template <int kFirst, int kCount = 1>
   __device__ __forceinline__ void clear() {
+    const uint32_t from = ring.base() + uint32_t(Config::kResetOffset) + threadIdx.x % 4 * 16u;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      set_accumulator(acc[i / 8][8 * kSlot + i % 8],
-                      Config::kFloat ? zero : reset[i % 8 / 4 * 2 + i % 2]);
+    for (int i = 0; i < 4 * kCount; ++i) {
+      load_accumulators(acc[i % 2] + 8 * kFirst + i / 2 * 4,
+                        from + uint32_t(i % 2 * Config::kResetCopy + i / 2 % 2 * 64));
     }
   }
 
@@ -341,13 +384,29 @@ struct WgmmaInputOutputs {
   // dy of the slab's output plane `plane`, which is in slot kSlot, as fragments.
   template <int kSlot>
   __device__ __forceinline__ void form_gradient(int plane) {
-    const bool counted = plane < outputs;
+    Terms of;
+    load_terms(of, plane);
+    float v[16];
+    output_gradients<kSlot>(of, v);
+    round_gradients(v);
+  }
+
+  // Of the lane's four channels; see terms(). Planes that are none have zeros.
+  struct Terms {
     float mean[4], alpha[4], slope[4], biases[4];
-    load_shared(mean, terms());
-    load_shared(alpha, terms() + 64);
-    load_shared(slope, terms() + 128);
-    if constexpr (Config::kFloat) load_shared(biases, terms() + 192);
-    float v[16];  // [column][channel]
+  };
+  __device__ __forceinline__ void load_terms(Terms& of, int plane) const {
+    const uint32_t from = plane < outputs ? terms_from : zeros_from;
+    load_shared(of.mean, from);
+    load_shared(of.alpha, from + 64);
+    load_shared(of.slope, from + 128);
+    if constexpr (Config::kFloat) load_shared(of.biases, from + 192);
+  }
+
+  // dy of the plane in slot kSlot, zero where the lane has no output: [column][channel].
+  template <int kSlot>
+  __device__ __forceinline__ void output_gradients(const Terms& of, float (&v)[16]) {
+    const auto &mean = of.mean, &alpha = of.alpha, &slope = of.slope, &biases = of.biases;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const int column = j / 4, i = j % 4;
@@ -356,28 +415,44 @@ struct WgmmaInputOutputs {
     }
     if constexpr (kHardswish) {
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const float y = v[j], gate = __saturatef(fmaf(y, 1.f / 6.f, 0.5f));
-        const float d = fmaf(y, gate, -mean[j % 4]);
-        v[j] = fmaf(slope[j % 4], d, alpha[j % 4]) * half_hardswish_derivative(y, gate);
+      for (int column = 0; column < 4; ++column) {
+        // Half of hardswish's derivative is the gate less 1/4, or half of it beyond the knees.
+        float y[4], gate[4], half[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          y[i] = v[4 * column + i];
+          gate[i] = __saturatef(fmaf(y[i], 1.f / 6.f, 0.5f));
+          half[i] = gate[i] - 0.25f;
+        }
+        multiply_beyond(half, y, 3.f, gate, __uint_as_float(inside[column]), inside[column]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float d = fmaf(y[i], gate[i], -mean[i]);
+          v[4 * column + i] = fmaf(slope[i], d, alpha[i]) * half[i];
+        }
       }
     } else {
       transform(act, v, [&](const auto& function, float y, int i) {
         return fmaf(slope[i], function.value(y) - mean[i], alpha[i]) * function.derivative(y);
       });
+#pragma unroll
+      for (int j = 0; j < 16; ++j) v[j] = inside[j / 4] != 0 ? v[j] : 0.f;
     }
+  }
+
+  // dy as fragments.
+  __device__ __forceinline__ void round_gradients(const float (&v)[16]) {
 #pragma unroll
     for (int j = 0; j < 16; j += 2) {
       const int column = j / 4, half = j % 4 / 2;
-      const uint32_t live = counted ? mask[column] : 0u;
       const uint32_t pair = wgmma_input_pack<Config>(v[j], v[j + 1]);
-      gradient[0][3 + column % 2][column / 2 + 2 * half] = pair & live;
+      gradient[0][3 + column % 2][column / 2 + 2 * half] = pair;
       if constexpr (Config::kSplit) {
         __half2 halves;
         memcpy(&halves, &pair, 4);
         const float2 back = __half22float2(halves);
         gradient[kParts - 1][3 + column % 2][column / 2 + 2 * half] =
-            wgmma_input_pack<Config>(v[j] - back.x, v[j + 1] - back.y) & live;
+            wgmma_input_pack<Config>(v[j] - back.x, v[j + 1] - back.y);
       }
     }
 #pragma unroll
@@ -393,9 +468,9 @@ struct WgmmaInputOutputs {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       f[1][i] = __shfl_sync(~0u, f[3][i + 1], before) & before_mask;
-      f[1][i + 1] = f[3][i];
-      f[2][i] = f[0][i + 1];
-      f[2][i + 1] = f[4][i];
+      f[1][i + 1] = distinct_copy(f[3][i], ring.p.zero);
+      f[2][i] = distinct_copy(f[0][i + 1], ring.p.zero);
+      f[2][i + 1] = distinct_copy(f[4][i], ring.p.zero);
     }
   }
 };

@@ -11,6 +11,8 @@ namespace convnormpool {
 template <class Config>
 struct WgmmaInputRows {
   static constexpr int kT = Config::kT, kC = Config::kC, kPitch = Config::kSumPitch;
+  // Whether the sums are in registers before they are added up. kSplit has none to spare.
+  static constexpr bool kEarly = !Config::kSplit;
 
   WgmmaInputRing<Config>& ring;
   int64_t offset = 0;     // of the elements in the quad's first plane
@@ -61,67 +63,86 @@ struct WgmmaInputRows {
     }
   }
 
-  // Adds up row warp() of the four that are complete with this quad, and the row four below, of
-  // which the quad leaves a part to the next one. Then writes the former.
-  __device__ __forceinline__ void add(int plane) {
-    const int ci = lane() / 8;
-    if (ci < kC) {
-      const uint32_t from =
-          sums() + uint32_t(((ci * 4 + warp()) * 4 * kPitch + lane() % 8 * 4) * 4);
-      const uint32_t carry =
-          ring.base() + uint32_t(Config::kCarryOffset +
-                                 (ring.group * ring.p.planes + plane) * Config::kCarryBytes +
-                                 (warp() * kC + ci) * 128 + lane() % 8 * 16);
-      float sum[4];
-      switch (warp()) {
-        case 0:
-          add_row<0>(from, carry, sum);
-          break;
-        case 1:
-          add_row<1>(from, carry, sum);
-          break;
-        case 2:
-          add_row<2>(from, carry, sum);
-          break;
-        default:
-          add_row<3>(from, carry, sum);
-      }
-      if (low <= plane && plane < high) write(plane, sum);
+  // What meets in row warp() of the four that are complete with this quad, and in the row four
+  // below: for each kh a row of the sums, that of one of the four output rows, and what the quad
+  // above has left. The latter row is left to the quad below.
+  struct Terms {
+    uint32_t from;
+    float row[4][4], carry[4];
+  };
+
+  __device__ __forceinline__ Terms load(int plane) {
+    Terms terms;
+    terms.from = sums() + uint32_t(((channel() * 4 + warp()) * 4 * kPitch + lane() % 8 * 4) * 4);
+    if constexpr (kEarly) {
+#pragma unroll
+      for (int kh = 0; kh < 4; ++kh) load_row(terms.row[kh], terms, kh, warp());
+      load_carry(terms.carry, plane, warp() < 3);
     }
     buffer ^= uint32_t(Config::kSumBytes);
+    return terms;
+  }
+
+  __device__ __forceinline__ void load_carry(float (&to)[4], int plane, bool exists) const {
+#pragma unroll
+    for (float& x : to) x = 0.f;
+    if (exists && !first && has_channel()) load_shared(to, carry(plane));
+  }
+
+  // The sums of kh for a row of the first four, or where kh is more, for that four below.
+  static __device__ __forceinline__ void load_row(float (&to)[4], const Terms& terms, int kh,
+                                                  int row) {
+    constexpr int kRowBytes = kPitch * 4;
+    load_shared(to, terms.from + uint32_t((kh > row ? 4 * 4 * kRowBytes : 0) - kh * 3 * kRowBytes));
+  }
+
+  __device__ __forceinline__ void add(int plane, const Terms& terms) const {
+    float sum[4];
+    switch (warp()) {
+      case 0:
+        add_rows<0>(plane, terms, sum);
+        break;
+      case 1:
+        add_rows<1>(plane, terms, sum);
+        break;
+      case 2:
+        add_rows<2>(plane, terms, sum);
+        break;
+      default:
+        add_rows<3>(plane, terms, sum);
+    }
+    if (low <= plane && plane < high) write(plane, sum);
+  }
+
+  // Lanes that have no channel take the last one's sums, for nothing, and leave the carries alone:
+  // others write there.
+  static __device__ __forceinline__ bool has_channel() { return lane() < 8 * kC; }
+  static __device__ __forceinline__ int channel() { return min(lane() / 8, kC - 1); }
+  __device__ __forceinline__ uint32_t carry(int plane) const {
+    return ring.base() + uint32_t(Config::kCarryOffset +
+                                  (ring.group * ring.p.planes + plane) * Config::kCarryBytes +
+                                  (warp() * kC + channel()) * 128 + lane() % 8 * 16);
   }
 
   template <int kRow>
-  __device__ __forceinline__ void add_row(uint32_t from, uint32_t carry, float (&sum)[4]) const {
-    constexpr int kRowBytes = kPitch * 4;
-    if constexpr (kRow < 3) {
-      float below[4];
-      load_shared(below, from + (4 - 3) * 4 * kRowBytes + 3 * kRowBytes);
+  __device__ __forceinline__ void add_rows(int plane, const Terms& terms, float (&sum)[4]) const {
+    Terms t = terms;
+    if constexpr (!kEarly) {
 #pragma unroll
-      for (int kh = 2; kh > kRow; --kh) {
-        add_term(below, from + uint32_t((4 - kh) * 4 + kh) * kRowBytes);
-      }
-      if (first) {
-#pragma unroll
-        for (float& x : sum) x = 0.f;
-      } else {
-        load_shared(sum, carry);
-      }
-      store_shared(carry, below);
-    } else {
-      load_shared(sum, from - 3 * 4 * kRowBytes + 3 * kRowBytes);
+      for (int kh = 3; kh >= 0; --kh) load_row(t.row[kh], t, kh, kRow);
+      load_carry(t.carry, plane, kRow < 3);
     }
+    float below[4];
 #pragma unroll
-    for (int kh = kRow < 3 ? kRow : 2; kh >= 0; --kh) {
-      add_term(sum, from - uint32_t(kh * 3 * kRowBytes));
+    for (int i = 0; i < 4; ++i) {
+      below[i] = t.row[3][i];
+#pragma unroll
+      for (int kh = 2; kh > kRow; --kh) below[i] += t.row[kh][i];
+      sum[i] = kRow < 3 ? t.carry[i] + t.row[kRow][i] : t.row[3][i];
+#pragma unroll
+      for (int kh = kRow - 1; kh >= 0; --kh) sum[i] += t.row[kh][i];
     }
-  }
-
-  static __device__ __forceinline__ void add_term(float (&sum)[4], uint32_t from) {
-    float term[4];
-    load_shared(term, from);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] += term[i];
+    if (kRow < 3 && has_channel()) store_shared(carry(plane), below);
   }
 
   __device__ __forceinline__ void write(int plane, float (&sum)[4]) const {
@@ -142,11 +163,10 @@ struct WgmmaInputRows {
       }
     }
     if constexpr (Config::kFloat) {
-      *reinterpret_cast<float4*>(static_cast<float*>(p.dx) + to) =
-          make_float4(sum[0], sum[1], sum[2], sum[3]);
+      store_global(static_cast<float*>(p.dx) + to, sum);
     } else {
-      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.dx) + to) = make_uint2(
-          wgmma_input_pack<Config>(sum[0], sum[1]), wgmma_input_pack<Config>(sum[2], sum[3]));
+      store_global(static_cast<uint16_t*>(p.dx) + to, wgmma_input_pack<Config>(sum[0], sum[1]),
+                   wgmma_input_pack<Config>(sum[2], sum[3]));
     }
   }
 };

@@ -115,8 +115,23 @@ __device__ void wgmma_input_weights(const WgmmaInputParams& p, int first, unsign
   }
 }
 
-// The ring of one warpgroup: kStages planes of its quads in shared memory. A stage is filled again
-// as soon as all its warps have read it, with the plane kStages later.
+// Writes what the accumulators of channels first .. first + 15 begin with: their biases or, where
+// outputs are scaled, zeros. Two copies: of the same load for both tiles the compiler makes one and
+// copies of its registers.
+template <class Config>
+__device__ __forceinline__ void wgmma_input_resets(const WgmmaInputParams& p, int first,
+                                                   unsigned char* shared) {
+  const int i = int(threadIdx.x % 32), lane = i / 4 % 4, half = i / 16;
+  const int k = first + half * 8 + lane * 2 + i % 2;
+  float value = 0.f;
+  if (!Config::kFloat && p.b != nullptr && k < p.K) value = wgmma_weight<Config>(p.b, size_t(k));
+  if (threadIdx.x >= 64) return;
+  const int copy = int(threadIdx.x / 32);
+  reinterpret_cast<float*>(shared + Config::kResetOffset + copy * Config::kResetCopy)[i] = value;
+}
+
+// The ring of one warpgroup: kStages planes of its quads in shared memory. After each few planes
+// all their stages are filled again at once, each by another warp, with the planes kStages later.
 template <class Config>
 struct WgmmaInputRing {
   static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
@@ -184,7 +199,7 @@ struct WgmmaInputRing {
     tensor_copy(stage_address(to), map, full(to), at.w, at.h, at.d + plane, 0, at.n);
   }
 
-  // Writes down where the quad after this one is: during its first plane, before the last kStages.
+  // Writes down where the quad after this one is: during its first plane, before any refill.
   __device__ __forceinline__ void announce() {
     if (threadIdx.x % 128 == 96) {
       *place(1) = last_quad() ? place_of(next_item(), 0) : place_of(item, quad + 1);
@@ -192,13 +207,19 @@ struct WgmmaInputRing {
     __syncwarp();
   }
 
-  // Fills the stage of plane `index`, which all warps have read. The warps take turns.
-  __device__ __forceinline__ void refill(int index) {
-    if (threadIdx.x % 128 == uint32_t(stage) % 4 * 32) {
-      const int plane = index + Config::kStages;
+  // Fills the stages of planes last - (kCount - 1) .. last, which all warps have read; last is that
+  // of `stage`, and kCount - 1 mod kCount.
+  template <int kCount = Config::kT>
+  __device__ __forceinline__ void refill(int last) {
+    static_assert(kCount <= Config::kStages && Config::kT % kCount == 0, "of one quad");
+    if (warp() < kCount && lane() == 0) {
+      const int before = kCount - 1 - warp(), to = stage - before;
+      const int plane = last - before + Config::kStages;
       const bool next = plane >= p.planes;
       const WgmmaInputPlace at = *place(next);
-      if (at.n >= 0) copy(at, stage, next ? plane - p.planes : plane);
+      if (at.n >= 0) {
+        copy(at, to < 0 ? to + Config::kStages : to, next ? plane - p.planes : plane);
+      }
     }
     __syncwarp();
   }

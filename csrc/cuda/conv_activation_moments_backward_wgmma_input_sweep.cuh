@@ -15,7 +15,6 @@ struct WgmmaInputSweep : WgmmaInputOutputs<Config, Act> {
   using Outputs::acc;
   using Outputs::begin;
   using Outputs::begin_quad;
-  using Outputs::fragments;
   using Outputs::gradient;
   using Outputs::gradient_exponent;
   using Outputs::next_window;
@@ -92,11 +91,20 @@ struct WgmmaInputSweep : WgmmaInputOutputs<Config, Act> {
   // accumulators meanwhile, even those of another group.
   template <int kSlot>
   __device__ __forceinline__ void clear_turned() {
+    constexpr int kFirst = kSlot * kC, kEnd = kFirst + kC;
 #pragma unroll
-    for (int j = 0; j < 4 * kC; ++j) {
-      constexpr int kFirst = kSlot * kC;
-      const int i = (kFirst + j / 4) / 2 * 4 + (kFirst + j / 4) % 2 + j % 2 * 2;
-      set_accumulator(turned[j / 2 % 2][i], zero);
+    for (int pair = kFirst / 2; pair < (kEnd + 1) / 2; ++pair) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        float* const d = turned[tile] + 4 * pair;
+        if (2 * pair >= kFirst && 2 * pair + 1 < kEnd) {
+          load_accumulators(d, ring.base() + uint32_t(Config::kZeroOffset + 16 * tile));
+        } else {
+          const int i = 2 * pair < kFirst;
+          set_accumulator(d[i], zero);
+          set_accumulator(d[i + 2], zero);
+        }
+      }
     }
   }
 
@@ -112,7 +120,7 @@ struct WgmmaInputSweep : WgmmaInputOutputs<Config, Act> {
     if constexpr (kForm)
       Outputs::template form_gradient<kPhase>(kBody ? p - kT : ring.p.planes - kT);
     Outputs::template clear<kPhase>();
-    fragments(p == 0);
+    Outputs::template fragments<!kBody && kPhase == 0>();
     if constexpr (kForm) {
       multiply_gradient<kPhase>();
     } else {
@@ -128,9 +136,10 @@ struct WgmmaInputSweep : WgmmaInputOutputs<Config, Act> {
       wgmma_wait<1>();
       rows.template store<kPhase>(turned);
     }
-    write_plane<kPhase, kBody>(p);
+    const auto terms = meet<kPhase, kBody>(p);
     const bool last = kBody && kPhase == kT - 1 && p + 1 == ring.p.planes && ring.last();
     if (!last) next_window();
+    rows.add(finished<kBody>(p), terms);
     wgmma_wait<0>();
     pin_accumulators(acc[0]);
     pin_accumulators(acc[1]);
@@ -152,29 +161,35 @@ struct WgmmaInputSweep : WgmmaInputOutputs<Config, Act> {
     rows.template store<kPhase>(turned);
     if constexpr (!kBody) clear_turned<kPhase>();
     next_window();
-    fragments(p == 0);
+    Outputs::template fragments<!kBody && kPhase == 0>();
     float fresh[2][8 * kCount];
     Outputs::template recompute_fresh<0, kPhase, kCount>(fresh[0]);
     wgmma_wait<0>();
     pin_accumulators(fresh[0]);
     Outputs::template add_outputs<0, kPhase, kCount>(fresh[0]);
     Outputs::template recompute_fresh<1, kPhase, kCount>(fresh[1]);
-    write_plane<kPhase, kBody>(p);
+    rows.add(finished<kBody>(p), meet<kPhase, kBody>(p));
     wgmma_wait<0>();
     pin_accumulators(fresh[1]);
     Outputs::template add_outputs<1, kPhase, kCount>(fresh[1]);
   }
 
+  // The plane of dx that plane p finishes, of this quad or the one before.
+  template <bool kBody>
+  __device__ __forceinline__ int finished(int p) const {
+    return kBody ? p - kT : ring.p.planes - kT + p;
+  }
+
   // All warps have then stored their sums, and read their windows of this plane.
   template <int kPhase, bool kBody>
-  __device__ __forceinline__ void write_plane(int p) {
+  __device__ __forceinline__ typename WgmmaInputRows<Config>::Terms meet(int p) {
     ring.meet();
     if constexpr (!kBody && kPhase == 0) ring.announce();
-    ring.refill(p);
+    if constexpr (kPhase == kT - 1) ring.refill(p);
     if constexpr (kBody && kPhase == 0) {
       if (p == kT) rows.begin(gradient_exponent);
     }
-    rows.add(kBody ? p - kT : ring.p.planes - kT + p);
+    return rows.load(finished<kBody>(p));
   }
 
   template <int kPhase, int kCount, bool kForm, bool kBody>
@@ -221,7 +236,7 @@ struct WgmmaInputSweep : WgmmaInputOutputs<Config, Act> {
       }
       rows.template store<kPlane>(turned);
       ring.meet();
-      rows.add(ring.p.planes - kT + kPlane);
+      rows.add(finished<false>(kPlane), rows.load(finished<false>(kPlane)));
       drain<kPlane + 1>();
     }
   }

@@ -15,8 +15,11 @@ namespace convnormpool {
 // Of a block of the filter's gradient, each of which has sums of its own.
 constexpr int64_t wgmma_filter_warpgroups(bool split) { return split ? 2 : 3; }
 
+// Of a block of both gradients at once, likewise.
+constexpr int64_t kWgmmaBothWarpgroups = 2;
+
 // At least so many columns and planes lie between neighbouring pieces of the input's gradient.
-constexpr int64_t kWgmmaInputLeastStep = 24;
+constexpr int64_t kWgmmaInputLeastColumns = 24, kWgmmaInputLeastPlanes = 10;
 
 // Why they do not take a problem that the backward window kernels take (backward_refusal); empty
 // if they do.
@@ -25,7 +28,7 @@ inline std::string wgmma_backward_refusal(const Problem& p, bool compiled) {
   if (!refusal.empty()) return refusal;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2;
   const int64_t pieces =
-      ((p.Z() + p.T) / kWgmmaInputLeastStep + 2) * (p.W / kWgmmaInputLeastStep + 2);
+      ((p.Z() + p.T) / kWgmmaInputLeastPlanes + 2) * (p.W / kWgmmaInputLeastColumns + 2);
   if (p.N > kMost / pieces || p.H * p.W > kMost) {
     return "the problem's extents are beyond the counts of the gradients by wgmma";
   }

@@ -38,6 +38,7 @@ struct Wgmma {
   int columns;
   bool accumulate;
   uint64_t descriptor;
+  uint64_t a_descriptor;  // or 0: A is in registers
   float* d;
   const uint32_t* a;
   uint32_t a_values[4];
@@ -62,10 +63,25 @@ inline float operand(convnormpool::WgmmaType type, uint32_t address, int column,
   return type == convnormpool::WgmmaType::kF16 ? from_f16(bits) : from_bf16(bits);
 }
 
+// An element of A in shared memory, whose rows are neighbours.
+inline float row_operand(convnormpool::WgmmaType type, uint32_t row, uint32_t depth,
+                         uint64_t descriptor) {
+  const uint32_t depth_bytes = uint32_t(descriptor >> 16 & 0x3FFF) << 4;
+  const uint32_t row_bytes = uint32_t(descriptor >> 32 & 0x3FFF) << 4;
+  const uint32_t address = uint32_t(descriptor & 0x3FFF) << 4;
+  uint16_t bits;
+  memcpy(&bits,
+         shared_pointer(address + depth / 8 * depth_bytes + row / 8 * row_bytes + depth % 8 * 16 +
+                        row % 8 * 2),
+         2);
+  return type == convnormpool::WgmmaType::kF16 ? from_f16(bits) : from_bf16(bits);
+}
+
 inline void compute_wgmma(Wgmma** slots, WgmmaState** states) {
   const Wgmma& w = *slots[0];
   for (unsigned t = 1; t < kWarpgroup; ++t) {
-    if (slots[t]->descriptor != w.descriptor || slots[t]->columns != w.columns) {
+    if (slots[t]->descriptor != w.descriptor || slots[t]->columns != w.columns ||
+        slots[t]->a_descriptor != w.a_descriptor) {
       fail("the threads of a wgmma disagree about its descriptor");
     }
   }
@@ -79,7 +95,10 @@ inline void compute_wgmma(Wgmma** slots, WgmmaState** states) {
     }
   }
   std::vector<float> a(size_t(64 * depth));
-  for (unsigned t = 0; t < kWarpgroup; ++t) {
+  for (unsigned i = 0; w.a_descriptor != 0 && i < a.size(); ++i) {
+    a[i] = row_operand(w.type, i / depth, i % depth, w.a_descriptor);
+  }
+  for (unsigned t = 0; w.a_descriptor == 0 && t < kWarpgroup; ++t) {
     const unsigned row = t / 32 * 16 + t % 32 / 4, k = t % 4;
     for (unsigned i = 0; i < 4; ++i) {
       const uint32_t bits = slots[t]->a_values[i];
@@ -170,6 +189,17 @@ inline void store_shared(uint32_t address, const float (&r)[4]) {
   if (address % 16 != 0) emu::fail("st.shared.v4: address 0x%x is not aligned", address);
   memcpy(emu::shared_pointer(address), r, 16);
 }
+inline void store_global(float* to, const float (&r)[4]) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0)
+    emu::fail("st.global.v4: %p is not aligned", (void*)to);
+  memcpy(to, r, 16);
+}
+inline void store_global(uint16_t* to, uint32_t low, uint32_t high) {
+  if (reinterpret_cast<uintptr_t>(to) % 8 != 0)
+    emu::fail("st.global.v2: %p is not aligned", (void*)to);
+  const uint32_t words[2] = {low, high};
+  memcpy(to, words, 8);
+}
 inline void load_shared(uint32_t (&r)[2], uint32_t address) {
   if (address % 8 != 0) emu::fail("ld.shared.v2: address 0x%x is not aligned", address);
   memcpy(r, emu::shared_pointer(address), 8);
@@ -181,6 +211,10 @@ inline void add_moments_if(float (&sum)[4], float (&square)[4], const float (&v)
     sum[i] += v[i];
     square[i] = fmaf(v[i], v[i], square[i]);
   }
+}
+
+inline void add_if(float (&sum)[4], const float* v, uint32_t inside) {
+  for (int i = 0; i < 4 && inside != 0; ++i) sum[i] += v[i];
 }
 
 inline void load_accumulators(float* d, uint32_t address) {
@@ -196,9 +230,7 @@ inline void multiply_beyond(float (&d)[4], const float (&y)[4], float limit, con
   }
 }
 
-inline float half_hardswish_derivative(float y, float gate) {
-  return fabsf(y) >= 3.f ? gate * 0.5f : gate - 0.25f;
-}
+inline uint32_t distinct_copy(uint32_t x, uint32_t zero) { return x | zero; }
 
 inline uint32_t wgmma_operand(uint32_t address, uint32_t depth_bytes) {
   if (address % 16 != 0) emu::fail("wgmma: address 0x%x is not aligned", address);
@@ -214,7 +246,7 @@ void wgmma_wait() {
   auto& state = emu::per_thread<emu::WgmmaState>();
   while (state.groups.size() > size_t(Pending) + 1) {
     for (const emu::Wgmma& w : state.groups.front()) {
-      if (memcmp(w.a, w.a_values, sizeof(w.a_values)) != 0) {
+      if (w.a != nullptr && memcmp(w.a, w.a_values, sizeof(w.a_values)) != 0) {
         emu::fail("A registers were written while a wgmma was reading them");
       }
       for (int i = 0; i < w.columns / 2; ++i) {
@@ -236,12 +268,12 @@ void wgmma_wait() {
 namespace emulation {
 
 inline void stmatrix(const char* name, uint32_t row_address, const uint32_t (&r)[4],
-                     bool transposed) {
+                     bool transposed, unsigned matrices = 4) {
   struct Slot {
     uint32_t address, r[4];
   } slot{row_address, {r[0], r[1], r[2], r[3]}};
   emu::warp_collective(name, ~0u, slot, [&](Slot** slots) {
-    for (unsigned i = 0; i < 4; ++i) {
+    for (unsigned i = 0; i < matrices; ++i) {
       uint16_t matrix[8][8];
       for (unsigned lane = 0; lane < emu::kWarp; ++lane) {
         const unsigned g = lane / 4, k = lane % 4;
@@ -266,6 +298,9 @@ inline void stmatrix_x4(uint32_t row_address, const uint32_t (&r)[4]) {
 inline void stmatrix_x4_trans(uint32_t row_address, const uint32_t (&r)[4]) {
   emulation::stmatrix("stmatrix.trans", row_address, r, true);
 }
+inline void stmatrix_x1_trans(uint32_t row_address, uint32_t r) {
+  emulation::stmatrix("stmatrix.trans", row_address, {r, r, r, r}, true, 1);
+}
 
 template <int Count>
 void pin_accumulators(float (&)[Count]) {}
@@ -276,14 +311,15 @@ void pin_fragments(uint32_t (&)[Count][4]) {}
 inline void set_accumulator(float& d, float value) { d = value; }
 inline void scale_accumulator(float& d, float factor) { d *= factor; }
 
-template <WgmmaType Type, int N, bool Accumulate = true>
-void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
+namespace emulation {
+
+inline void issue_wgmma(const emu::Wgmma& wgmma) {
   auto& state = emu::per_thread<emu::WgmmaState>();
   if (!state.fenced) emu::fail("wgmma without a fence");
   struct Slot {
     emu::Wgmma wgmma;
     emu::WgmmaState* state;
-  } slot{{Type, N, Accumulate, uint64_t{8} << 32 | b, d, a, {a[0], a[1], a[2], a[3]}}, &state};
+  } slot{wgmma, &state};
   emu::warpgroup_collective("wgmma", slot, [](Slot** slots) {
     emu::Wgmma* wgmmas[emu::kWarpgroup];
     emu::WgmmaState* states[emu::kWarpgroup];
@@ -294,6 +330,26 @@ void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
     emu::compute_wgmma(wgmmas, states);
   });
   state.groups.back().push_back(slot.wgmma);
+}
+
+}  // namespace emulation
+
+template <WgmmaType Type, int N, bool Accumulate = true>
+void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
+  emulation::issue_wgmma(
+      {Type, N, Accumulate, uint64_t{8} << 32 | b, 0, d, a, {a[0], a[1], a[2], a[3]}});
+}
+
+template <WgmmaType Type, int N, int kColumnBytes>
+void wgmma_shared(float* d, uint32_t a, uint32_t b) {
+  emulation::issue_wgmma({Type,
+                          N,
+                          true,
+                          uint64_t{kColumnBytes / 16} << 32 | b,
+                          uint64_t{8} << 32 | a,
+                          d,
+                          nullptr,
+                          {}});
 }
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {

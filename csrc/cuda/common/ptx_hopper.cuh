@@ -49,6 +49,17 @@ __device__ __forceinline__ void load_shared(uint32_t (&r)[2], uint32_t address) 
                : "memory");
 }
 
+// Stores 16 or 8 bytes, aligned, to global memory with one instruction: of an assignment the
+// compiler sometimes makes a store of each word.
+__device__ __forceinline__ void store_global(float* to, const float (&r)[4]) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(r[0]), "f"(r[1]),
+               "f"(r[2]), "f"(r[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_global(uint16_t* to, uint32_t low, uint32_t high) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
+}
+
 // d[0 .. 3] = four floats of shared memory, without new registers: see set_accumulator.
 __device__ __forceinline__ void load_accumulators(float* d, uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -78,6 +89,15 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t row_address, const ui
 #endif
 }
 
+// The same for one matrix, whose rows lanes 0 .. 7 give.
+__device__ __forceinline__ void stmatrix_x1_trans(uint32_t row_address, uint32_t r) {
+#if CONVNORMPOOL_HOPPER
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(row_address),
+               "r"(r)
+               : "memory");
+#endif
+}
+
 // sum += v and square += v * v where 0 <= column < columns: as predicated instructions, where the
 // compiler would branch around them and could no longer mix them with others.
 __device__ __forceinline__ void add_moments_if(float (&sum)[4], float (&square)[4],
@@ -97,6 +117,20 @@ __device__ __forceinline__ void add_moments_if(float (&sum)[4], float (&square)[
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(square[0]), "+f"(square[1]),
         "+f"(square[2]), "+f"(square[3])
       : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(column), "r"(columns));
+}
+
+// sum += v where inside is not 0, likewise.
+__device__ __forceinline__ void add_if(float (&sum)[4], const float* v, uint32_t inside) {
+  asm("{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.u32 valid, %8, 0;\n"
+      "@valid add.f32 %0, %0, %4;\n"
+      "@valid add.f32 %1, %1, %5;\n"
+      "@valid add.f32 %2, %2, %6;\n"
+      "@valid add.f32 %3, %3, %7;\n"
+      "}\n"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(inside));
 }
 
 // d[i] = s[i] * edge where |y[i]| >= limit or inside is 0: as predicated instructions.
@@ -124,24 +158,15 @@ __device__ __forceinline__ void multiply_beyond(float (&d)[4], const float (&y)[
         "f"(edge), "f"(limit), "r"(inside));
 }
 
-// Half of hardswish's derivative at y from gate = saturate(y / 6 + 1/2), which is 0 or 1 beyond 3:
-// as a predicated instruction, where the compiler would copy the gate before it.
-__device__ __forceinline__ float half_hardswish_derivative(float y, float gate) {
-  float half;
-  asm("{\n"
-      ".reg .pred beyond;\n"
-      ".reg .f32 magnitude;\n"
-      "abs.f32 magnitude, %1;\n"
-      "setp.ge.f32 beyond, magnitude, 0f40400000;\n"
-      "add.f32 %0, %2, 0fBE800000;\n"
-      "@beyond mul.f32 %0, %2, 0f3F000000;\n"
-      "}\n"
-      : "=&f"(half)
-      : "f"(y), "f"(gate));
-  return half;
-}
-
 // ---- wgmma
+
+// x once more, where zero is 0 and the compiler does not know it. Where a value stands in two
+// operands of wgmmas, or twice in one, ptxas would copy the whole operand before each use.
+__device__ __forceinline__ uint32_t distinct_copy(uint32_t x, uint32_t zero) {
+  uint32_t copy;
+  asm volatile("or.b32 %0, %1, %2;" : "=r"(copy) : "r"(x), "r"(zero));
+  return copy;
+}
 
 // A B operand of wgmma in shared memory, K-major and not swizzled: core matrices of 8 columns × 16
 // bytes (a column after the other), one after the other along the columns, depth_bytes from one to
@@ -253,6 +278,49 @@ __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint32_t
 #endif
 }
 
+#define CONVNORMPOOL_WGMMA_SHARED(shape, types, registers, a_operand, b_operand, b_high, ...) \
+  asm volatile("{\n.reg .b64 a_descriptor, b_descriptor;\nmov.b64 a_descriptor, {" a_operand  \
+               ", 8};\nmov.b64 b_descriptor, {" b_operand ", " b_high                         \
+               "};\nwgmma.mma_async.sync.aligned." shape ".f32." types " {" registers         \
+               "}, a_descriptor, b_descriptor, 1, 1, 1, 1, 0;\n}\n"                           \
+               : __VA_ARGS__                                                                  \
+               : "r"(a), "r"(b), "n"(kColumnBytes / 16))
+#define CONVNORMPOOL_WGMMA_SHARED_TYPES(n, registers, a_operand, b_operand, b_high, ...)          \
+  if constexpr (Type == WgmmaType::kF16) {                                                        \
+    CONVNORMPOOL_WGMMA_SHARED("m64n" n "k16", "f16.f16", registers, a_operand, b_operand, b_high, \
+                              __VA_ARGS__);                                                       \
+  } else {                                                                                        \
+    CONVNORMPOOL_WGMMA_SHARED("m64n" n "k16", "bf16.bf16", registers, a_operand, b_operand,       \
+                              b_high, __VA_ARGS__);                                               \
+  }
+
+// The same with a in shared memory: a wgmma_operand whose rows are neighbours. Its core matrices
+// are 8 depths of 16 bytes, one after the other along the rows. B's are kColumnBytes apart along
+// its columns, and may overlap.
+template <WgmmaType Type, int N, int kColumnBytes>
+__device__ __forceinline__ void wgmma_shared(float* d, uint32_t a, uint32_t b) {
+  static_assert(N == 16 || N == 32 || N == 48 || N == 64, "the widths that are used");
+#if CONVNORMPOOL_HOPPER
+  if constexpr (N == 16) {
+    CONVNORMPOOL_WGMMA_SHARED_TYPES("16", CONVNORMPOOL_R8, "%8", "%9", "%10",
+                                    CONVNORMPOOL_D8("+f", 0));
+  } else if constexpr (N == 32) {
+    CONVNORMPOOL_WGMMA_SHARED_TYPES("32", CONVNORMPOOL_R16, "%16", "%17", "%18",
+                                    CONVNORMPOOL_D8("+f", 0), CONVNORMPOOL_D8("+f", 8));
+  } else if constexpr (N == 48) {
+    CONVNORMPOOL_WGMMA_SHARED_TYPES("48", CONVNORMPOOL_R24, "%24", "%25", "%26",
+                                    CONVNORMPOOL_D8("+f", 0), CONVNORMPOOL_D8("+f", 8),
+                                    CONVNORMPOOL_D8("+f", 16));
+  } else {
+    CONVNORMPOOL_WGMMA_SHARED_TYPES("64", CONVNORMPOOL_R32, "%32", "%33", "%34",
+                                    CONVNORMPOOL_D8("+f", 0), CONVNORMPOOL_D8("+f", 8),
+                                    CONVNORMPOOL_D8("+f", 16), CONVNORMPOOL_D8("+f", 24));
+  }
+#endif
+}
+
+#undef CONVNORMPOOL_WGMMA_SHARED_TYPES
+#undef CONVNORMPOOL_WGMMA_SHARED
 #undef CONVNORMPOOL_WGMMA_WIDTHS
 #undef CONVNORMPOOL_R32
 #undef CONVNORMPOOL_R24

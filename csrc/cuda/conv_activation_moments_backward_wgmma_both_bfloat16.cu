@@ -1,0 +1,8 @@
+// The Hopper kernels of both gradients at once with operands of kind bfloat16.
+#include "cuda/conv_activation_moments_backward_wgmma_launch.cuh"
+
+namespace convnormpool {
+
+template int launch_wgmma_both<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
+
+}  // namespace convnormpool
