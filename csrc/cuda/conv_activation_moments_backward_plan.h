@@ -90,8 +90,7 @@ inline BackwardWorkspace backward_workspace(const Problem& p, int32_t sm_count, 
   if (filter_gradient) {
     BackwardSums sums = backward_sums(p, sm_count, wgmma);
     if (wgmma && input_gradient && !backward_is_split(p)) {
-      // The kernel of both gradients may have more: at most a block on each SM for each tile.
-      const int64_t both = sm_count * kWgmmaBothWarpgroups;
+      const int64_t both = wgmma_both_most_sums(p, sm_count);
       sums = {std::max(sums.filter, both), std::max(sums.bias, both * 4)};
     }
     floats.filter = backward_tiles(p) * sums.filter * 16 * p.C * p.T * p.R * p.S;

@@ -21,15 +21,26 @@ constexpr int64_t kWgmmaBothWarpgroups = 2;
 // At least so many columns and planes lie between neighbouring pieces of the input's gradient.
 constexpr int64_t kWgmmaInputLeastColumns = 24, kWgmmaInputLeastPlanes = 10;
 
+// At most so many pieces of a sample for the input's gradient.
+inline int64_t wgmma_input_most_pieces(const Problem& p) {
+  return ((p.Z() + p.T) / kWgmmaInputLeastPlanes + 2) * (p.W / kWgmmaInputLeastColumns + 2);
+}
+
+// At most so many sums of a filter's gradient that the kernel of both leaves for each tile of
+// output channels.
+inline int64_t wgmma_both_most_sums(const Problem& p, int32_t sm_count) {
+  const int64_t pieces = p.N * wgmma_input_most_pieces(p);
+  const int64_t blocks = (pieces + kWgmmaBothWarpgroups - 1) / kWgmmaBothWarpgroups;
+  return std::min<int64_t>(blocks, sm_count) * kWgmmaBothWarpgroups;
+}
+
 // Why they do not take a problem that the backward window kernels take (backward_refusal); empty
 // if they do.
 inline std::string wgmma_backward_refusal(const Problem& p, bool compiled) {
   const std::string refusal = wgmma_refusal(p, compiled);
   if (!refusal.empty()) return refusal;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2;
-  const int64_t pieces =
-      ((p.Z() + p.T) / kWgmmaInputLeastPlanes + 2) * (p.W / kWgmmaInputLeastColumns + 2);
-  if (p.N > kMost / pieces || p.H * p.W > kMost) {
+  if (p.N > kMost / wgmma_input_most_pieces(p) || p.H * p.W > kMost) {
     return "the problem's extents are beyond the counts of the gradients by wgmma";
   }
   return "";
