@@ -31,7 +31,6 @@ ALLOWED = {
     # with general activations.
     r"backward_wgmma_filterI.*WgmmaOperandE[02]ELi3E": 64,
     r"backward_wgmma_filterI.*WgmmaOperandE.ELi3ELi4ELi4ELi4E.*ActivationFn": 448,
-    r"backward_wgmma_filterI.*WgmmaOperandE1ELi3ELi3ELi3ELi3E.*ActivationFn": 8,
     # The input's gradient by wgmma with split operands: two warpgroups of 255 registers.
     r"backward_wgmma_inputI.*WgmmaOperandE3ELi3ELi4ELi4ELi4E.*HardswishFn": 48,
     # The forward by mma.sync in tf32 for short rows: twelve warps on an SM.

@@ -169,6 +169,11 @@ def test_window_gradients(case: Case, kind: str, sm_90a: bool) -> None:
     assert_accurate(case, found, tensors, grad_out, precision=precision, like_eager=False)
     dx = found[1]
     assert dx is not None
+    # Kernels for one of the gradients alone, where one forms both.
+    for wanted in ((True, False, False), (False, True, True)):
+        _, part = kernel_gradients(case, tensors, grad_out, precision, sm_90a, wanted)
+        whole = [other if g is None else g for g, other in zip(part, found, strict=True)]
+        assert_accurate(case, whole, tensors, grad_out, precision=precision, like_eager=False)
     for n in range(min(len(x), 5)):
         sample, grad = [x[n : n + 1], *rest], grad_out[n : n + 1]
         alone = variant(case, input=(1, *case.input[1:]))

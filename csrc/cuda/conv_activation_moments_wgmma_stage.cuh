@@ -219,7 +219,13 @@ struct WgmmaRing {
 
   // Fills the stage of plane `index`, which all warps have read. The warps take turns.
   __device__ __forceinline__ void refill(int index) {
-    refill(stage, index + Config::kStages, index + Config::kStages - p.planes);
+    if (int(threadIdx.x % 128) == stage % 4 * 32) {
+      const int plane = index + Config::kStages;
+      const bool next = plane >= p.planes;
+      const WgmmaPlace at = *place(next ? item + 1 : item);
+      if (at.kind >= 0) copy(at, stage, next ? plane - p.planes : plane);
+    }
+    __syncwarp();
   }
 
   // The same for kernels that keep plane p of an item in stage p mod kStages.
@@ -229,7 +235,8 @@ struct WgmmaRing {
   }
 
   // Fills stage `to` with a plane of this item or, where it has no such plane, one of the next
-  // item.
+  // item. Not in common with the other: with it ptxas spills there, without it the forward's code
+  // is not the one that was measured.
   __device__ __forceinline__ void refill(int to, int plane, int plane_of_next) {
     if (int(threadIdx.x % 128) == (to & 3) * 32) {
       const bool next = plane >= p.planes;
