@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cuda/conv_activation_moments_backward_launch.cuh"
+#include "cuda/conv_activation_moments_backward_sums.cuh"
 #include "cuda/conv_activation_moments_host.cuh"
 #ifdef CONVNORMPOOL_SM_90A
 #include "cuda/conv_activation_moments_backward_wgmma_launch.cuh"
@@ -11,19 +12,14 @@
 namespace convnormpool {
 namespace {
 
-// out[k, i], of `length` elements a channel, from `count` partial sums of each tile.
-void sum_partials(const float* partial, int64_t count, int64_t K, int64_t length,
-                  const TypedPointer& out, cudaStream_t stream) {
-  const dim3 threads(kBackwardSumElements, kBackwardSumSlices);
-  const unsigned blocks =
-      linear_grid((K * length + kBackwardSumElements - 1) / kBackwardSumElements);
-  dispatch_storage(out.dtype, [&](auto element) {
-    using Element = decltype(element);
-    launch_dependent(sum_backward_kernel<Element>, blocks, threads, 0, stream, partial,
-                     static_cast<int32_t>(count), static_cast<int32_t>(K),
-                     static_cast<int32_t>(length), static_cast<Element*>(out.data));
+void launch_sums(const BackwardSum& first, const BackwardSum& second, int64_t K, DType dtype,
+                 cudaStream_t stream) {
+  dispatch_storage(dtype, [&](auto element) {
+    launch_dependent(sum_backward_kernel<decltype(element)>,
+                     linear_grid(int64_t{first.blocks} + second.blocks), kBackwardSumThreads, 0,
+                     stream, first, second, static_cast<int32_t>(K));
   });
-  check_launch("sum_backward_kernel", {K, length, count});
+  check_launch("sum_backward_kernel", {K, first.length, first.count, second.count});
 }
 
 void zero(const std::optional<Tensor>& tensor, cudaStream_t stream) {
@@ -148,10 +144,15 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
           p, [&](auto operand) { launch_backward<decltype(operand)::value>(launch); });
     }
   }
-  if (!filter_gradient) return;
-  if (dw)
-    sum_partials(filter_partial, sums.filter, p.K, p.C * p.T * p.R * p.S, dw_out, scope.stream());
-  if (db) sum_partials(bias_partial, sums.bias, p.K, 1, db_out, scope.stream());
+  const BackwardSum filter_sum =
+      backward_sum(filter_partial, sums.filter, p.K, p.C * p.T * p.R * p.S, dw_out.data);
+  const BackwardSum bias_sum = backward_sum(bias_partial, sums.bias, p.K, 1, db_out.data);
+  if (dw && db && dw_out.dtype == db_out.dtype) {
+    launch_sums(filter_sum, bias_sum, p.K, dw_out.dtype, scope.stream());
+    return;
+  }
+  if (dw) launch_sums(filter_sum, {}, p.K, dw_out.dtype, scope.stream());
+  if (db) launch_sums(bias_sum, {}, p.K, db_out.dtype, scope.stream());
 }
 
 }  // namespace

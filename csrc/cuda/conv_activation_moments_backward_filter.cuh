@@ -155,34 +155,4 @@ struct FilterWarp {
 
 }  // namespace window
 
-constexpr int kBackwardSumElements = 32, kBackwardSumSlices = 16;
-
-// out[k, i] = sum over `count` partial results, in double and always in the same order, of partial
-// (tiles, count, 16, length) where tile and row are those of channel k. Launch with
-// ceil(K length / kBackwardSumElements) blocks of kBackwardSumElements x kBackwardSumSlices
-// threads.
-template <class Element>
-__global__ void sum_backward_kernel(const float* partial, int32_t count, int32_t K, int32_t length,
-                                    Element* out) {
-  __shared__ double slices[kBackwardSumSlices][kBackwardSumElements];
-  grid_dependency_launch();
-  grid_dependency_wait();
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kBackwardSumElements + threadIdx.x;
-  const bool live = at < static_cast<int64_t>(K) * length;
-  double sum = 0.0;
-  if (live) {
-    const int64_t k = at / length, stride = int64_t{16} * length;
-    const float* const from = partial + (k / 16 * count) * stride + k % 16 * length + at % length;
-#pragma unroll 8
-    for (int32_t i = static_cast<int32_t>(threadIdx.y); i < count; i += kBackwardSumSlices) {
-      sum += from[i * stride];
-    }
-  }
-  slices[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y > 0 || !live) return;
-  for (int i = 1; i < kBackwardSumSlices; ++i) sum += slices[i][threadIdx.x];
-  out[at] = narrow(sum, Element{});
-}
-
 }  // namespace convnormpool

@@ -116,7 +116,7 @@ struct Backward {
     return m2;
   }
 
-  // What sum_backward_kernel does, whose blocks of 512 threads would take most of the time.
+  // What sum_backward_kernel does, whose blocks of many threads would take most of the time.
   static std::vector<Element> sum_of(const std::vector<float>& partial, int64_t count, int64_t K,
                                      int64_t length) {
     std::vector<Element> out;
