@@ -69,7 +69,8 @@ template <class Config>
 __device__ void wgmma_input_exponents(const WgmmaInputParams& p, int first, unsigned char* shared) {
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
   if constexpr (Config::kFloat) {
-    wgmma_weight_exponents<Config, 127>(p, first, exponents);
+    wgmma_weight_exponents<Config, 127>(WgmmaWeightInMemory<Config, WgmmaInputParams>{p, first},
+                                        exponents);
     if (threadIdx.x < 32) {
       const int least = __reduce_min_sync(~0u, exponents[threadIdx.x % 16]);
       if (threadIdx.x == 0) exponents[16] = least;

@@ -37,7 +37,10 @@ __device__ void wgmma_backward_stage_weights(const WgmmaParams& p, int first,
                                              unsigned char* shared) {
   constexpr int kT = Config::kT, kTaps = Config::kC * kT * Config::kR * Config::kS;
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
-  if constexpr (Config::kFloat) wgmma_weight_exponents<Config, 126>(p, first, exponents);
+  if constexpr (Config::kFloat) {
+    wgmma_weight_exponents<Config, 126>(WgmmaWeightInMemory<Config, WgmmaBackwardParams>{p, first},
+                                        exponents);
+  }
   constexpr int kWeights = Config::kC * 16 * kT * 16;
   for (int i = int(threadIdx.x); i < kWeights; i += Config::kThreads) {
     const int k = i % 16, slot = i / 16 % 16, kd = i / 256 % kT, ci = i / (256 * kT);

@@ -65,8 +65,12 @@ struct WgmmaConfig {
   static constexpr int kPlaceOffset = 512;
   static constexpr int kZeroOffset = 768;
   static constexpr int kWeightOffset = 1024;
+  // Sums of the last item and, before there are any, float32 weights as they are in memory.
   static constexpr int kKeptOffset = kWeightOffset + kWeightBytes;
-  static constexpr int kStageOffset = kKeptOffset + 48 * kThreads;
+  static constexpr int kRawPitch = (kC * kT * kR * kS) | 1;
+  static constexpr int kRawBytes = kFloat ? (16 * kRawPitch * 4 + 127) / 128 * 128 : 0;
+  static constexpr int kStageOffset =
+      kKeptOffset + (48 * kThreads > kRawBytes ? 48 * kThreads : kRawBytes);
   static_assert(kWarpgroups * kStages * 8 <= kExponentOffset, "barriers");
   static_assert(kWarpgroups * 64 <= kZeroOffset - kPlaceOffset, "four places a warpgroup");
   static_assert(kPitch <= kWeightOffset - kZeroOffset, "a row of zeros");

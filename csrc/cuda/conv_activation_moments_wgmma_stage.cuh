@@ -71,16 +71,16 @@ __device__ __forceinline__ float wgmma_weight(const void* w, size_t i) {
   }
 }
 
-// The exponents, at most kMost, by which float32 weights of channels first .. first + 15 are
-// scaled: the largest of each comes to [2^14, 2^15). Ends with a barrier of the block.
-template <class Config, int kMost, class Params>
-__device__ __forceinline__ void wgmma_weight_exponents(const Params& p, int first, int* exponents) {
+// The exponents, at most kMost, by which the float32 weights of 16 channels are scaled: the largest
+// of each comes to [2^14, 2^15). weight(k, i) is tap i of channel k. Ends with a barrier of the
+// block.
+template <class Config, int kMost, class Weight>
+__device__ __forceinline__ void wgmma_weight_exponents(const Weight& weight, int* exponents) {
   constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
   for (int k = int(threadIdx.x) / 32; k < 16; k += Config::kThreads / 32) {
     uint32_t amax = 0;
-    for (int i = int(threadIdx.x) % 32; i < kTaps && first + k < p.K; i += 32) {
-      const float value = static_cast<const float*>(p.w)[size_t(first + k) * kTaps + i];
-      amax = max(amax, __float_as_uint(fabsf(value)));
+    for (int i = int(threadIdx.x) % 32; i < kTaps; i += 32) {
+      amax = max(amax, __float_as_uint(fabsf(weight(k, i))));
     }
     amax = __reduce_max_sync(~0u, amax);
     if (threadIdx.x % 32 == 0) exponents[k] = min(141 - wgmma_exponent_field(amax), kMost);
@@ -88,12 +88,45 @@ __device__ __forceinline__ void wgmma_weight_exponents(const Params& p, int firs
   __syncthreads();
 }
 
+// weight(k, i) for it, from memory.
+template <class Config, class Params>
+struct WgmmaWeightInMemory {
+  const Params& p;
+  int first;  // channel
+
+  __device__ __forceinline__ float operator()(int k, int i) const {
+    constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
+    return first + k < p.K ? wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + i) : 0.f;
+  }
+};
+
 // Writes the B operand of channels first .. first + 15; zeros where there is no tap or channel.
 template <class Config>
 __device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned char* shared) {
   constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
+  // float32, which is read twice: all of them with one wait for memory.
+  constexpr int kPitch = Config::kRawPitch;
+  float* const raw = reinterpret_cast<float*>(shared + Config::kKeptOffset);
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
-  if constexpr (Config::kFloat) wgmma_weight_exponents<Config, 127>(p, first, exponents);
+  if constexpr (Config::kFloat) {
+    const int exist = min(p.K - first, 16) * kTaps;
+    const float* const from = static_cast<const float*>(p.w) + size_t(first) * kTaps;
+    constexpr int kLoads = (16 * kTaps + Config::kThreads - 1) / Config::kThreads;
+    float values[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = j * Config::kThreads + int(threadIdx.x);
+      values[j] = i < exist ? from[i] : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = j * Config::kThreads + int(threadIdx.x);
+      if (i < 16 * kTaps) raw[i / kTaps * kPitch + i % kTaps] = values[j];
+    }
+    __syncthreads();
+    wgmma_weight_exponents<Config, 127>([&](int k, int i) { return raw[k * kPitch + i]; },
+                                        exponents);
+  }
   constexpr int kDepth = 16, kT = Config::kT, kC = Config::kC;
   constexpr int kWeights = kC * kDepth * kT * 16;
 #pragma unroll
@@ -106,7 +139,11 @@ __device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned ch
     float value = 0.f;
     if (kh < Config::kR && kw < Config::kS && first + k < p.K) {
       const int tap = ((ci * kT + kd) * Config::kR + kh) * Config::kS + kw;
-      value = wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + tap);
+      if constexpr (Config::kFloat) {
+        value = raw[k * kPitch + tap];
+      } else {
+        value = wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + tap);
+      }
     }
     unsigned char* to = shared + Config::kWeightOffset + ci * Config::kStepBytes +
                         slot / 8 * Config::kDepthBytes + k / 8 * 128 + k % 8 * 16 + slot % 8 * 2;
