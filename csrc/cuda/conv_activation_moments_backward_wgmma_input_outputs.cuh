@@ -218,7 +218,7 @@ struct WgmmaInputOutputs {
         largest = __hmax2(largest, __habs2(high_half));
         if constexpr (Config::kSplit) {
           const float2 back = __half22float2(high_half);
-          const __half2 rest = __floats2half2_rn(x0 - back.x, x1 - back.y);
+          const __half2 rest = __floats2half2_rn(x0 - back.x, i == 3 ? 0.f : x1 - back.y);
           memcpy(&rest_words[i], &rest, 4);
         }
         memcpy(&words[i], &high_half, 4);

@@ -9,7 +9,8 @@
 // as the plane's taps (ci, kh, kw). D holds T slots of 16 columns; output plane z rolls in slot z
 // mod T and is finished T - 1 planes after it began.
 //   M: warp q of a warpgroup owns one output row and 32 columns of it, as two tiles of 16 rows;
-//      rows g and g + 8 of tile t stand for columns 4 block(g) + 2 t and + 2 t + 1.
+//      rows g of tile t stand for columns 4 block(g) + kTileColumns t, rows g + 8 for those
+//      kHalfColumns on.
 //   A: lane (g, c) holds the window x[.., h + c, 4 block(g) ..+ 7]: c = kh. In tf32 step j of a
 //      channel covers kw = j (k slot c) and kw = j + 2 (k slot c + 4), so that its four registers
 //      are x[2 t + j .. 2 t + j + 3]. In 16 bits one step covers kw = 0..3 and the registers are

@@ -45,6 +45,10 @@ struct WgmmaConfig {
   static constexpr int kColumns = kFloat ? 36 : 48;
   static constexpr int kPitch = kColumns * kElementBytes;
   static constexpr int kWindowWords = kFloat ? 8 : 4;
+  // From the columns of one tile to those of the other, and from those of rows g to those of rows g
+  // + 8. Where windows are made in registers a step's operand then is one value twice and two
+  // others, which saves moves; where they are loaded it does not.
+  static constexpr int kTileColumns = kFloat ? 1 : 2, kHalfColumns = 3 - kTileColumns;
   // Boxes of tensor copies begin at multiples of this many columns.
   static constexpr int kColumnStep = 16 / kElementBytes;
 
@@ -114,6 +118,7 @@ struct WgmmaParams {
   int stage_bytes, quad_bytes, rest_bytes;
   int group_items, sample_items;  // items of rest_samples samples, quads' items of one
   WgmmaDivisor by_group, by_sample, by_quads;
+  uint32_t zero;  // see distinct_copy
 };
 
 // Deals the items to the blocks of the launch.

@@ -91,17 +91,20 @@ struct WgmmaSweep {
     }
   }
 
-  // The registers of a 16-bit step from four words that hold x[0 .. 7]: the pairs that begin at
-  // first .. first + 3. Where the filter has no kw the pair's half is zero.
-  __device__ __forceinline__ void pairs(uint32_t (&to)[4], const uint32_t (&words)[4], int first) {
+  // The registers of a 16-bit step from four words that hold x[0 .. 7]: the pairs that begin at the
+  // columns of both halves of the tile, and for kw = 2, 3 two columns on. Where the filter has no
+  // kw the pair's half is zero.
+  template <int kTile>
+  __device__ __forceinline__ void pairs(uint32_t (&to)[4], const uint32_t (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at = first + i;
+      const int at = Config::kTileColumns * kTile + Config::kHalfColumns * (i % 2) + i / 2 * 2;
+      const int taps = kS - i / 2 * 2;
       uint32_t pair = words[at / 2];
       if (at % 2 == 1) pair = __byte_perm(words[at / 2], words[at / 2 + 1], 0x5432);
-      const int taps = kS - i / 2 * 2;
       to[i] = taps >= 2 ? pair : taps == 1 ? pair & 0xFFFFu : 0u;
     }
+    if (kS >= 4 && Config::kHalfColumns == 2) to[2] = distinct_copy(to[1], ring.p.zero);
   }
 
   template <int kTile>
@@ -110,13 +113,13 @@ struct WgmmaSweep {
       uint32_t high[4], low[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) high[i] = words[i], low[i] = words[4 + i];
-      pairs(a[kTile][ci], high, 2 * kTile);
-      pairs(a[kTile][kC + ci], low, 2 * kTile);
+      pairs<kTile>(a[kTile][ci], high);
+      pairs<kTile>(a[kTile][kC + ci], low);
     } else {
       uint32_t four[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) four[i] = words[i];
-      pairs(a[kTile][ci], four, 2 * kTile);
+      pairs<kTile>(a[kTile][ci], four);
     }
   }
 
@@ -138,7 +141,7 @@ struct WgmmaSweep {
         memcpy(&words[i], &high, 4);
         if constexpr (Config::kSplit) {
           const float2 back = __half22float2(high);
-          const __half2 rest = __floats2half2_rn(x0 - back.x, x1 - back.y);
+          const __half2 rest = __floats2half2_rn(x0 - back.x, i == 3 ? 0.f : x1 - back.y);
           memcpy(&low[i], &rest, 4);
         }
       }
@@ -278,7 +281,9 @@ struct WgmmaSweep {
       float shifted[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) shifted[i] = y[4 * half + i] - pivot[i];
-      add_moments_if(sum, square, shifted, first_column + 2 * kTile + half, columns);
+      add_moments_if(sum, square, shifted,
+                     first_column + Config::kTileColumns * kTile + Config::kHalfColumns * half,
+                     columns);
     }
     clear<kTile, kSlot>();
   }
