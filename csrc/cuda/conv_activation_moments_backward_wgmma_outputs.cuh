@@ -237,7 +237,7 @@ struct WgmmaOutputs {
       for (int i = 0; i < 4; ++i) {
         const float x0 = __uint_as_float(window[2 * i]) * scale;
         const float x1 = i == 3 ? 0.f : __uint_as_float(window[2 * i + 1]) * scale;
-        wgmma_operands<Config>(x0, x1, high[i], low[i]);
+        wgmma_operands<Config>(x0, x1, high[i], low[i], i < 3);
         __half2 pair;
         memcpy(&pair, &high[i], 4);
         largest = __hmax2(largest, __habs2(pair));

@@ -12,9 +12,11 @@
 
 namespace convnormpool {
 
-// Two values of an operand, the first in the low half: rounded, and in kSplit what that leaves.
+// Two values of an operand, the first in the low half: rounded, and in kSplit what that leaves. The
+// second one is 0 if it is not `given`.
 template <class Config>
-__device__ __forceinline__ void wgmma_operands(float x0, float x1, uint32_t& high, uint32_t& low) {
+__device__ __forceinline__ void wgmma_operands(float x0, float x1, uint32_t& high, uint32_t& low,
+                                               bool given = true) {
   if constexpr (Config::kBFloat16) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x0, x1);
     memcpy(&high, &pair, 4);
@@ -23,7 +25,7 @@ __device__ __forceinline__ void wgmma_operands(float x0, float x1, uint32_t& hig
     memcpy(&high, &pair, 4);
     if constexpr (Config::kSplit) {
       const float2 back = __half22float2(pair);
-      const __half2 rest = __floats2half2_rn(x0 - back.x, x1 - back.y);
+      const __half2 rest = __floats2half2_rn(x0 - back.x, given ? x1 - back.y : 0.f);
       memcpy(&low, &rest, 4);
     }
   }
@@ -38,7 +40,7 @@ __device__ void wgmma_backward_stage_weights(const WgmmaParams& p, int first,
   constexpr int kT = Config::kT, kTaps = Config::kC * kT * Config::kR * Config::kS;
   int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
   if constexpr (Config::kFloat) {
-    wgmma_weight_exponents<Config, 126>(WgmmaWeightInMemory<Config, WgmmaBackwardParams>{p, first},
+    wgmma_weight_exponents<Config, 126>(WgmmaWeightInMemory<Config, WgmmaParams>{p, first},
                                         exponents);
   }
   constexpr int kWeights = Config::kC * 16 * kT * 16;
