@@ -27,7 +27,12 @@ PROGRAMS = [
     ("reductions", ""),
     ("merge", ""),
     *((source, operand) for source in SOURCES for operand in OPERANDS if operand != "kSplit"),
-    *(("wgmma_backward_both", operand) for operand in OPERANDS if operand != "kSplit"),
+    *(
+        (source, operand)
+        for source in ("wgmma_backward_both", "wgmma_backward_filter_alone")
+        for operand in OPERANDS
+        if operand != "kSplit"
+    ),
     ("window_map", ""),
 ]
 FLAGS = [

@@ -162,6 +162,10 @@ def test_hopper_gradients(case: Case, dtype: str) -> None:
         blocks = min(n * columns * -(-rows // 4), max(1, HOPPER["sm_count"] // tiles))
         warpgroups = 2 if (dtype, precision) == ("float32", "ieee") else 3
         sums = tiles * 16 * (math.prod(case.filter[1:]) + 4)
+        if warpgroups == 3:
+            # That for hardswish: fours of the rows of all samples, for each tile of channels alone.
+            quads = columns * -(-n * (rows if rows > 2 else 4) // 4)
+            blocks = max(blocks, min(quads, HOPPER["sm_count"]))
         alone = blocks * warpgroups
         # One kernel may form both, with a block of two warpgroups for two pieces of samples.
         depth = extents[0] + 2 * case.padding[0] + 1

@@ -109,14 +109,16 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
       constexpr WgmmaOperand kOperand = decltype(operand)::value;
       if constexpr (kOperand != WgmmaOperand::kSplit) {
         if (filter_gradient && input_gradient) {
-          if (const int blocks = launch_wgmma_both<kOperand>(launch); blocks > 0) {
-            const int64_t groups = blocks * kWgmmaBothWarpgroups;
+          if (const int64_t groups = launch_wgmma_both<kOperand>(launch); groups > 0) {
             sums = {groups, groups * 4};
             return;
           }
         }
       }
-      if (filter_gradient) launch_wgmma_filter<kOperand>(launch);
+      if (filter_gradient) {
+        const int64_t groups = launch_wgmma_filter<kOperand>(launch);
+        sums = {groups, groups * 4};
+      }
       if (input_gradient) launch_wgmma_input<kOperand>(launch);
     });
   }

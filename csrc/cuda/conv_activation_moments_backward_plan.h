@@ -57,7 +57,8 @@ inline int64_t backward_blocks(const Problem& p, int32_t sm_count, bool input_gr
   return std::min(p.N * backward_pieces(backward_geometry_of(p, input_gradient)), room);
 }
 
-// Sums of a filter's gradient, and of a bias's, that each tile of channels leaves in memory.
+// Sums of a filter's gradient, and of a bias's, that each tile of channels leaves in memory; those
+// by wgmma at most.
 struct BackwardSums {
   int64_t filter, bias;
 };
@@ -65,7 +66,7 @@ struct BackwardSums {
 inline BackwardSums backward_sums(const Problem& p, int32_t sm_count, bool wgmma) {
   const bool split = backward_is_split(p);
   if (wgmma) {
-    const int64_t groups = wgmma_filter_blocks(p, sm_count) * wgmma_filter_warpgroups(split);
+    const int64_t groups = wgmma_filter_most_sums(p, sm_count, split);
     return {groups, groups * 4};  // of each warp
   }
   const BackwardWarps warps = backward_warps(split, false);

@@ -3,6 +3,6 @@
 
 namespace convnormpool {
 
-template int launch_wgmma_both<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
+template int64_t launch_wgmma_both<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
 
 }  // namespace convnormpool

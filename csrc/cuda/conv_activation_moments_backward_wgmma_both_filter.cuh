@@ -59,15 +59,14 @@ struct WgmmaBothFilter {
     gradients_to = base() + uint32_t(Config::kGradientOffset + warp() * 2 * Config::kTileBytes +
                                      lane() / 8 % 2 * Config::kHalfBytes + lane() / 16 * 128 +
                                      lane() % 8 * 16);
-    // The rows of a matrix are the two columns of a pair for each kh; rows that two warps have are
+    // The rows of a matrix are the two columns of a pair for each kh; pairs that two warps have are
     // stored by that with the lower kh.
     const int kh = lane() % 8 / 2;
-    const bool stored = warp() >= 2 || kh < 2;
+    const bool stored = !Config::kInput || warp() >= 2 || kh < 2;
     plane_step = stored ? uint32_t(Config::kPlaneBytes) : 0u;
     planes_to = base();
     if (stored) {
-      planes_to += uint32_t(Config::kPlaneOffset +
-                            (warp() % 2 * 3 + warp() / 2 + kh / 2) * Config::kPairBytes +
+      planes_to += uint32_t(Config::kPlaneOffset + Config::pair_offset(warp(), kh / 2) +
                             lane() % 2 * Config::kColumnBytes + kh % 2 * 16);
     } else {
       planes_to += uint32_t(Config::kUnreadOffset);
@@ -188,10 +187,11 @@ struct WgmmaBothFilter {
   template <class Scaled>
   __device__ __forceinline__ void store_pairs(const uint32_t (&a)[2][Config::kSteps][4],
                                               const Scaled& scaled) {
-    const uint32_t to = planes_to + uint32_t(slot) * plane_step;
+    const uint32_t to =
+        planes_to + uint32_t(slot) * (Config::kInput ? plane_step : uint32_t(Config::kPlaneBytes));
 #pragma unroll
     for (int ci = 0; ci < kC; ++ci) {
-      const uint32_t at = to + uint32_t(ci * Config::kSpanBytes);
+      const uint32_t at = to + uint32_t(ci * Config::kSpanStep);
       const uint32_t pairs[4] = {scaled(a[0][ci][0]), scaled(a[0][ci][1]),
                                  scaled(kS == 4 ? a[0][ci][3] : a[1][ci][1]), scaled(a[1][ci][3])};
       if constexpr (Config::kFloat) {
@@ -218,9 +218,8 @@ struct WgmmaBothFilter {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int row = i / 2, tile = i % 2;
-      const int from = row % 2 * 3 * Config::kPairBytes + row / 2 * Config::kPairBytes +
-                       tile * Config::kColumnBytes;
-      wgmma_shared<Config::kType, 16 * kC, Config::kSpanBytes>(
+      const int from = Config::pair_offset(row, 0) + tile * Config::kColumnBytes;
+      wgmma_shared<Config::kType, 16 * kC, Config::kSpanStep>(
           sums, gradients + uint32_t(i * Config::kTileBytes / 16), inputs + uint32_t(from / 16));
     }
     wgmma_commit();
@@ -254,8 +253,12 @@ struct WgmmaBothFilter {
   __device__ __forceinline__ void add_results() {
     const int64_t at =
         (int64_t(p.first_tile) * gridDim.x + blockIdx.x) * Config::kWarpgroups + ring.group;
-    const int kw = lane() % 4, kd = warp();
-    float* const filter = p.filter_partial + at * 16 * Config::kTaps + lane() / 4 * Config::kTaps +
+    // Where registers are short no address may wait in them from one call to the next.
+    const bool anew = !Config::kInput && Config::kFloat;
+    const int thread = anew ? thread_index_anew() : int(threadIdx.x);
+    const int lane = thread % 32, warp = thread % 128 / 32;
+    const int kw = lane % 4, kd = warp;
+    float* const filter = p.filter_partial + at * 16 * Config::kTaps + lane / 4 * Config::kTaps +
                           kd * (Config::kR * Config::kS) + kw;
     // Two factors: the products' exponent may pass that of any float.
     const int back = -(gradient_exponent + sums_input_exponent);
@@ -279,7 +282,7 @@ struct WgmmaBothFilter {
         if (exists(i)) *place(i) = kClear ? 0.f : before[i] + sum;
       }
     }
-    float* const bias = p.bias_partial + (at * 4 + warp()) * 16 + lane() % 4 * 2;
+    float* const bias = p.bias_partial + (at * 4 + warp) * 16 + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float sum = kClear ? 0.f : bias_sums[i] * wgmma_power_of_two_or_limit(-gradient_exponent);
@@ -288,7 +291,7 @@ struct WgmmaBothFilter {
         sum += __shfl_xor_sync(~0u, sum, step);
       }
       float* const to = bias + i / 2 * 8 + i % 2;
-      if (lane() < 4) *to = kClear ? 0.f : *to + sum;
+      if (lane < 4) *to = kClear ? 0.f : *to + sum;
     }
   }
 };

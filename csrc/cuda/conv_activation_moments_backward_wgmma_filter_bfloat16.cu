@@ -3,6 +3,6 @@
 
 namespace convnormpool {
 
-template void launch_wgmma_filter<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
+template int64_t launch_wgmma_filter<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
 
 }  // namespace convnormpool

@@ -12,13 +12,15 @@
 
 namespace convnormpool {
 
-// kTf32 is computed as float16 scaled by powers of two, whose 11 bits are tf32's.
+// kTf32 is computed as float16 scaled by powers of two, whose 11 bits are tf32's. Without kInput
+// there is nothing of dx, and a quad's rows may be of two samples.
 template <WgmmaOperand kOperand_, int kC_, int kT_, int kR_, int kS_, int kWarpgroups_ = 2,
-          int kStages_ = 2 * kT_>
+          int kStages_ = 2 * kT_, bool kInput_ = true>
 struct WgmmaInputConfig {
   static constexpr WgmmaOperand kOperand = kOperand_;
   static constexpr int kC = kC_, kT = kT_, kR = kR_, kS = kS_;
   static constexpr int kWarpgroups = kWarpgroups_, kStages = kStages_;
+  static constexpr bool kInput = kInput_;
   static constexpr int kThreads = 128 * kWarpgroups;
   static_assert(kT >= 2 && kT <= 4, "N = 16 T of at most 64: two tiles of accumulators");
   static_assert(kR >= 1 && kR <= 4 && kS >= 1 && kS <= 4, "four lanes for kh, four columns for kw");
@@ -50,14 +52,14 @@ struct WgmmaInputConfig {
   // deep; column 8 (i / 2) + 2 kh + i % 2 is (slot, ci), i = slot C + ci.
   static constexpr int kN = (kT * kC + 3) / 4 * 16;
   static constexpr int kTapBytes = 32 * kN;
-  static constexpr int kTurnedBytes = kT * kS * kParts * kTapBytes;
+  static constexpr int kTurnedBytes = kInput ? kT * kS * kParts * kTapBytes : 0;
 
   // Sums of a plane, rows of 32 columns [ci][output row][kh]. The pitch, in floats, keeps their
   // stores free of bank conflicts; which one does depends on wgmma_block.
   static constexpr int kSumPitch = kFloat ? 36 : 40;
-  static constexpr int kSumBytes = kC * 16 * kSumPitch * 4;
+  static constexpr int kSumBytes = kInput ? kC * 16 * kSumPitch * 4 : 0;
   // What four output rows add to the three rows below them, in one plane.
-  static constexpr int kCarryBytes = 3 * kC * 32 * 4;
+  static constexpr int kCarryBytes = kInput ? 3 * kC * 32 * 4 : 0;
   static constexpr int kMostPlanes = kC < 4 ? 32 : 16;  // of a slab
 
   // Named barriers, one for each warpgroup.
@@ -75,7 +77,9 @@ struct WgmmaInputConfig {
   static constexpr int kTurnedOffset = kWeightOffset + kWeightBytes;
   static constexpr int kSumOffset = kTurnedOffset + kTurnedBytes;
   static constexpr int kStageOffset = kSumOffset + kWarpgroups * 2 * kSumBytes;
-  static constexpr int kStageBytes = (kC * kPitch * (4 + kR - 1) + 127) / 128 * 128;
+  static constexpr int kCopyBytes = kC * kPitch * (4 + kR - 1);  // of one sample's rows
+  static constexpr int kBoxBytes = (kCopyBytes + 127) / 128 * 128;
+  static constexpr int kStageBytes = kInput ? kBoxBytes : 2 * kBoxBytes;
   static constexpr int kCarryOffset = kStageOffset + kWarpgroups * kStages * kStageBytes;
   static_assert(kWarpgroups * kStages * 8 <= kExponentOffset, "barriers");
   static_assert(kWarpgroups * 32 <= kResetOffset + kResetCopy - kPlaceOffset,

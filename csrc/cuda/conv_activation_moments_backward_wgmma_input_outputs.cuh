@@ -49,9 +49,14 @@ struct WgmmaInputOutputs {
   static __device__ __forceinline__ int lane() { return WgmmaInputRing<Config>::lane(); }
   static __device__ __forceinline__ int warp() { return WgmmaInputRing<Config>::warp(); }
   static __device__ __forceinline__ int block() { return wgmma_block<Config>(lane() / 4); }
-  // The index of channel i of this lane among the tile's 16.
-  static __device__ __forceinline__ int channel(int i) {
-    return i / 2 * 8 + lane() % 4 * 2 + i % 2;
+  // threadIdx.x where time does not count: without kInput registers are short, and what is made
+  // from it must not wait in them for a later use.
+  static __device__ __forceinline__ int cold_thread() {
+    return Config::kInput ? int(threadIdx.x) : thread_index_anew();
+  }
+  // The index of channel i of a lane among the tile's 16.
+  static __device__ __forceinline__ int channel(int i, int lane) {
+    return i / 2 * 8 + lane % 4 * 2 + i % 2;
   }
 
   // ---- what changes from quad to quad
@@ -62,8 +67,7 @@ struct WgmmaInputOutputs {
 #pragma unroll
     for (int i = 0; i < 8 * kT; ++i) acc[0][i] = acc[1][i] = 0.f;
     clear<0, kT>();
-    address = ring.stage_address(0) + uint32_t((warp() + lane() % 4) * Config::kPitch +
-                                               block() * 4 * Config::kElementBytes);
+    address = window_address();
     before_mask = block() == 0 ? 0u : ~0u;
     before = lane();
 #pragma unroll
@@ -81,6 +85,14 @@ struct WgmmaInputOutputs {
     zero = zeros[0];
   }
 
+  // Of this lane's windows in stage 0, in the first of its boxes.
+  __device__ __forceinline__ uint32_t window_address() const {
+    const int thread = cold_thread(), lane = thread % 32;
+    return ring.stage_address(0) +
+           uint32_t((thread % 128 / 32 + lane % 4) * Config::kPitch +
+                    wgmma_block<Config>(lane / 4) * 4 * Config::kElementBytes);
+  }
+
   __device__ __forceinline__ float bias(int k) const {
     const bool given = ring.p.b != nullptr && k < ring.p.K;
     return given ? wgmma_weight<Config>(ring.p.b, size_t(k)) : 0.f;
@@ -94,47 +106,64 @@ struct WgmmaInputOutputs {
            threadIdx.x % 4 * 16u;
   }
 
-  // The gradient's terms of a sample and their scale: |a(y) - mean| is at most the root of M2, and
-  // no activation's slope is above 1.5.
-  __device__ __forceinline__ void begin_sample(int n) {
+  // Of the lane's four channels; see terms(). Planes that are no outputs have zeros.
+  struct Terms {
+    float mean[4], alpha[4], slope[4], biases[4];
+  };
+
+  // The gradient's terms of a sample, not yet scaled. Returns what none of the lane's dy is above:
+  // |a(y) - mean| is at most the root of M2, and no activation's slope is above 1.5.
+  __device__ __forceinline__ float sample_terms(Terms& of, int n) const {
     const WgmmaInputParams& p = ring.p;
     const float positions = float(int64_t(p.Z) * p.P * p.Q);
-    float mean[4], alpha[4], slope[4], biases[4], bound = 0.f;
+    const int lane = cold_thread() % 32;
+    float bound = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int k = 16 * p.first_tile + channel(i);
+      const int k = 16 * p.first_tile + channel(i, lane);
       const bool exists = k < p.K;
       const int64_t at = int64_t(n) * p.K + (exists ? k : 0);
-      biases[i] = bias(k);
-      mean[i] = exists ? p.mean[at] : 0.f;
-      alpha[i] = exists ? p.grad_mean[at] / positions : 0.f;
-      slope[i] = exists ? 2.f * p.grad_m2[at] : 0.f;
+      of.biases[i] = bias(k);
+      of.mean[i] = exists ? p.mean[at] : 0.f;
+      of.alpha[i] = exists ? p.grad_mean[at] / positions : 0.f;
+      of.slope[i] = exists ? 2.f * p.grad_m2[at] : 0.f;
       // The second term covers roundings of y where nearly all outputs are alike.
-      const float spread = exists ? sqrtf(p.m2[at]) + fabsf(mean[i]) * 0x1p-10f : 0.f;
-      const float largest = 2.f * (fabsf(alpha[i]) + fabsf(slope[i]) * spread);
+      const float spread = exists ? sqrtf(p.m2[at]) + fabsf(of.mean[i]) * 0x1p-10f : 0.f;
+      const float largest = 2.f * (fabsf(of.alpha[i]) + fabsf(of.slope[i]) * spread);
       // A channel that is not finite must not decide the others' scale.
       bound = fmaxf(bound, largest - largest == 0.f ? largest : 0.f);
     }
+    return bound;
+  }
+
+  // Writes the terms of a sample, scaled for gradients up to the largest of the lanes' `bound`.
+  __device__ __forceinline__ void begin_terms(Terms& of, float bound) {
     if constexpr (!Config::kBFloat16) {
       bound = fmaxf(bound, __shfl_xor_sync(~0u, bound, 1));
       bound = fmaxf(bound, __shfl_xor_sync(~0u, bound, 2));
       gradient_exponent = min(141 - wgmma_exponent_field(__float_as_uint(bound)), 127);
     }
-    // Twice as large for hardswish, whose derivative comes as its half.
-    constexpr float kFactor = kHardswish ? 2.f : 1.f;
+    // Twice as large where hardswish's derivative comes as its half.
+    constexpr float kFactor = kHardswish && Config::kInput ? 2.f : 1.f;
     const float scale = wgmma_power_of_two(gradient_exponent);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      alpha[i] = alpha[i] * scale * kFactor;
-      slope[i] = slope[i] * scale * kFactor;
+      of.alpha[i] = of.alpha[i] * scale * kFactor;
+      of.slope[i] = of.slope[i] * scale * kFactor;
     }
     if (lane() < 4) {
-      store_shared(terms(), mean);
-      store_shared(terms() + 64, alpha);
-      store_shared(terms() + 128, slope);
-      store_shared(terms() + 192, biases);
+      store_shared(terms(), of.mean);
+      store_shared(terms() + 64, of.alpha);
+      store_shared(terms() + 128, of.slope);
+      store_shared(terms() + 192, of.biases);
     }
     __syncwarp();
+  }
+
+  __device__ __forceinline__ void begin_sample(int n) {
+    Terms of;
+    const float bound = sample_terms(of, n);
+    begin_terms(of, bound);
   }
 
   __device__ __forceinline__ void begin_quad() {
@@ -162,10 +191,13 @@ struct WgmmaInputOutputs {
 
   __device__ __forceinline__ void load_window() {
     const bool tap = Config::kR == 4 || lane() % 4 < Config::kR;
+    uint32_t from = address + uint32_t(ring.stage * Config::kStageBytes);
+    // Else each channel's address would wait in a register, and be added up.
+    if (!Config::kInput) from = uint32_t(opaque_value(int(from)));
 #pragma unroll
     for (int ci = 0; ci < kC; ++ci) {
       constexpr int kChannelBytes = Config::kPitch * (4 + Config::kR - 1);
-      uint32_t at = address + uint32_t(ring.stage * Config::kStageBytes + ci * kChannelBytes);
+      uint32_t at = from + uint32_t(ci * kChannelBytes);
       if (!tap) at = shared_address(dynamic_shared_memory() + Config::kZeroOffset);
       if constexpr (Config::kFloat) {
         uint32_t low_words[4], high_words[4];
@@ -292,7 +324,7 @@ struct WgmmaInputOutputs {
     exponent = e;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      unscale[i] = wgmma_power_of_two_or_limit(-(e + exponents[channel(i)]));
+      unscale[i] = wgmma_power_of_two_or_limit(-(e + exponents[channel(i, lane())]));
     }
   }
 
@@ -391,10 +423,6 @@ struct WgmmaInputOutputs {
     round_gradients(v);
   }
 
-  // Of the lane's four channels; see terms(). Planes that are none have zeros.
-  struct Terms {
-    float mean[4], alpha[4], slope[4], biases[4];
-  };
   __device__ __forceinline__ void load_terms(Terms& of, int plane) const {
     const uint32_t from = plane < outputs ? terms_from : zeros_from;
     load_shared(of.mean, from);
@@ -456,7 +484,7 @@ struct WgmmaInputOutputs {
       }
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) shift(gradient[part]);
+    for (int part = 0; part < kParts && Config::kInput; ++part) shift(gradient[part]);
   }
 
   // Fragments of negative columns from those of columns 0, 2 and 1, 3.

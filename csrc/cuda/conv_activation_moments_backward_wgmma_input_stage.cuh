@@ -103,7 +103,8 @@ __device__ void wgmma_input_weights(const WgmmaInputParams& p, int first, unsign
       wgmma_store_parts<Config>(to + block * 256, value, kC * Config::kStepBytes);
     }
   }
-  for (int i = int(threadIdx.x); i < kT * kS * Config::kN * 16; i += Config::kThreads) {
+  constexpr int kTurned = Config::kInput ? kT * kS * Config::kN * 16 : 0;
+  for (int i = int(threadIdx.x); i < kTurned; i += Config::kThreads) {
     const int k = i % 16, n = i / 16 % Config::kN, kw = i / (16 * Config::kN) % kS;
     const int phase = i / (16 * Config::kN * kS);
     const int column = n / 8 * 2 + n % 2, slot = column / kC, ci = column % kC, kh = n % 8 / 2;
@@ -134,7 +135,7 @@ __device__ __forceinline__ void wgmma_input_resets(const WgmmaInputParams& p, in
 // The ring of one warpgroup: kStages planes of its quads in shared memory. After each few planes
 // all their stages are filled again at once, each by another warp, with the planes kStages later.
 template <class Config>
-struct WgmmaInputRing {
+struct WgmmaInputStages {
   static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
   static __device__ __forceinline__ int warp() { return int(threadIdx.x) % 128 / 32; }
 
@@ -144,38 +145,11 @@ struct WgmmaInputRing {
   // The stage of the plane that was read last, and the parity of its barrier's phase.
   int stage = Config::kStages - 1;
   uint32_t parity = 1;
-  int item, quad = 0;  // those in work
-  int turn = 0;        // which of the two places is theirs
+  int turn = 0;  // which of the two places is that of the quad in work
 
-  // Called by all threads of the warpgroup.
-  __device__ __forceinline__ WgmmaInputRing(const WgmmaInputParams& params, const TensorMap* m,
-                                            int g)
-      : p(params), map(m), group(g), item(int(blockIdx.x) * Config::kWarpgroups + g) {
-    if (threadIdx.x % 128 == 0 && exists()) {
-      *place(0) = place_of(item, 0);
-      for (int i = 0; i < Config::kStages; ++i) copy(*place(0), i, i);
-    }
-    __syncwarp();
-    meet();
-  }
-
-  __device__ __forceinline__ bool exists() const { return item < p.items; }
-  __device__ __forceinline__ int next_item() const {
-    return item + int(gridDim.x) * Config::kWarpgroups;
-  }
-  __device__ __forceinline__ bool last_quad() const { return quad + 1 == p.quads; }
-  __device__ __forceinline__ bool last() const { return last_quad() && next_item() >= p.items; }
-  __device__ __forceinline__ void next_quad() {
-    if (last_quad()) item = next_item();
-    quad = last_quad() ? 0 : quad + 1;
-    turn ^= 1;
-  }
-
-  __device__ __forceinline__ WgmmaInputPlace place_of(int index, int quad_index) const {
-    if (index >= p.items) return {0, 0, 0, -1};
-    const WgmmaInputItem at(p, index, Config::kSegmentStep);
-    return {at.column - p.padding[2], 4 * quad_index - p.padding[1], at.plane - p.padding[0], at.n};
-  }
+  __device__ __forceinline__ WgmmaInputStages(const WgmmaInputParams& params, const TensorMap* m,
+                                              int g)
+      : p(params), map(m), group(g) {}
 
   // The barrier of this warpgroup.
   __device__ __forceinline__ void meet() const { barrier_sync(Config::kGroupBarrier + group, 128); }
@@ -195,23 +169,10 @@ struct WgmmaInputRing {
            uint32_t(Config::kStageOffset + (group * Config::kStages + i) * Config::kStageBytes);
   }
 
-  __device__ __forceinline__ void copy(const WgmmaInputPlace& at, int to, int plane) const {
-    mbarrier_arrive_expect(full(to), Config::kC * Config::kPitch * (4 + Config::kR - 1));
-    tensor_copy(stage_address(to), map, full(to), at.w, at.h, at.d + plane, 0, at.n);
-  }
-
-  // Writes down where the quad after this one is: during its first plane, before any refill.
-  __device__ __forceinline__ void announce() {
-    if (threadIdx.x % 128 == 96) {
-      *place(1) = last_quad() ? place_of(next_item(), 0) : place_of(item, quad + 1);
-    }
-    __syncwarp();
-  }
-
   // Fills the stages of planes last - (kCount - 1) .. last, which all warps have read; last is that
-  // of `stage`, and kCount - 1 mod kCount.
-  template <int kCount = Config::kT>
-  __device__ __forceinline__ void refill(int last) {
+  // of `stage`, and kCount - 1 mod kCount. copy(place, stage, plane) fills one.
+  template <int kCount, class Copy>
+  __device__ __forceinline__ void refill_stages(int last, const Copy& copy) {
     static_assert(kCount <= Config::kStages && Config::kT % kCount == 0, "of one quad");
     if (warp() < kCount && lane() == 0) {
       const int before = kCount - 1 - warp(), to = stage - before;
@@ -232,6 +193,65 @@ struct WgmmaInputRing {
       parity ^= 1;
     }
     mbarrier_wait(full(stage), parity);
+  }
+};
+
+// The quads of items, each of which is a sample or a piece of one.
+template <class Config, bool kInput = Config::kInput>
+struct WgmmaInputRing : WgmmaInputStages<Config> {
+  using Stages = WgmmaInputStages<Config>;
+  using Stages::p, Stages::place, Stages::turn;
+
+  int item, quad = 0;  // those in work
+
+  // Called by all threads of the warpgroup.
+  __device__ __forceinline__ WgmmaInputRing(const WgmmaInputParams& params, const TensorMap* m,
+                                            int g)
+      : Stages(params, m, g), item(int(blockIdx.x) * Config::kWarpgroups + g) {
+    if (threadIdx.x % 128 == 0 && exists()) {
+      *place(0) = place_of(item, 0);
+      for (int i = 0; i < Config::kStages; ++i) copy(*place(0), i, i);
+    }
+    __syncwarp();
+    Stages::meet();
+  }
+
+  __device__ __forceinline__ bool exists() const { return item < p.items; }
+  __device__ __forceinline__ int next_item() const {
+    return item + int(gridDim.x) * Config::kWarpgroups;
+  }
+  __device__ __forceinline__ bool last_quad() const { return quad + 1 == p.quads; }
+  __device__ __forceinline__ bool last() const { return last_quad() && next_item() >= p.items; }
+  __device__ __forceinline__ void next_quad() {
+    if (last_quad()) item = next_item();
+    quad = last_quad() ? 0 : quad + 1;
+    turn ^= 1;
+  }
+
+  __device__ __forceinline__ WgmmaInputPlace place_of(int index, int quad_index) const {
+    if (index >= p.items) return {0, 0, 0, -1};
+    const WgmmaInputItem at(p, index, Config::kSegmentStep);
+    return {at.column - p.padding[2], 4 * quad_index - p.padding[1], at.plane - p.padding[0], at.n};
+  }
+
+  __device__ __forceinline__ void copy(const WgmmaInputPlace& at, int to, int plane) const {
+    mbarrier_arrive_expect(this->full(to), Config::kCopyBytes);
+    tensor_copy(this->stage_address(to), this->map, this->full(to), at.w, at.h, at.d + plane, 0,
+                at.n);
+  }
+
+  // Writes down where the quad after this one is: during its first plane, before any refill.
+  __device__ __forceinline__ void announce() {
+    if (threadIdx.x % 128 == 96) {
+      *place(1) = last_quad() ? place_of(next_item(), 0) : place_of(item, quad + 1);
+    }
+    __syncwarp();
+  }
+
+  template <int kCount = Config::kT>
+  __device__ __forceinline__ void refill(int last) {
+    Stages::template refill_stages<kCount>(
+        last, [&](const WgmmaInputPlace& at, int to, int plane) { copy(at, to, plane); });
   }
 };
 

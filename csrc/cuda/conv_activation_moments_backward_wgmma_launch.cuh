@@ -8,6 +8,7 @@
 #include "cuda/common/tensor_map.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_both.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_filter.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_filter_alone.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_input.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_plan.h"
 #include "cuda/conv_activation_moments_plan.h"
@@ -28,6 +29,21 @@ struct WgmmaBackwardLaunch {
   int32_t sm_count;
   cudaStream_t stream;
 };
+
+// Extents of a compiled filter as a type.
+template <int kC_, int kExtent_>
+struct WgmmaFilterExtents {
+  static constexpr int kC = kC_, kExtent = kExtent_;
+};
+
+// f(WgmmaFilterExtents) of the problem's filter.
+template <class F>
+auto dispatch_wgmma_filter(const Problem& p, F&& f) {
+  if (has_filter(p, 4, 3)) return f(WgmmaFilterExtents<3, 4>{});
+  if (has_filter(p, 3, 1)) return f(WgmmaFilterExtents<1, 3>{});
+  STD_TORCH_CHECK(has_filter(p, 3, 3), "no gradient by wgmma takes this problem");
+  return f(WgmmaFilterExtents<3, 3>{});
+}
 
 // What was fastest on an H200 for hardswish and a 4x4x4 filter (benchmarks/NOTES.md); the others
 // follow it, not timed.
@@ -58,7 +74,7 @@ void allow_shared_bytes(Kernel kernel, const char* name, size_t bytes) {
 }
 
 template <class Config, class Act>
-void launch_wgmma_filter_kernel(const WgmmaBackwardLaunch& launch, const Act& activation) {
+int64_t launch_wgmma_filter_kernel(const WgmmaBackwardLaunch& launch, const Act& activation) {
   constexpr const char* kName = "conv_activation_moments_backward_wgmma_filter";
   const auto kernel = conv_activation_moments_backward_wgmma_filter<Config, Act>;
   allow_shared_bytes(kernel, kName, Config::kSharedBytes);
@@ -74,6 +90,7 @@ void launch_wgmma_filter_kernel(const WgmmaBackwardLaunch& launch, const Act& ac
                    Config::kSharedBytes, launch.stream, p, tensor_map(launch.problem, p.x, box),
                    activation);
   check_launch(kName, {p.N, Config::kC, p.D, p.H, p.W, p.K});
+  return int64_t{blocks} * Config::kWarpgroups;
 }
 
 // p of a kernel with the input's gradient, and what its launches share.
@@ -90,20 +107,35 @@ void set_wgmma_input_params(Params& p, const WgmmaBackwardLaunch& launch) {
 }
 
 // A launch for each tile of output channels, whose results for dx add up.
-template <class Config, class Kernel, class Params, class Act>
-int launch_wgmma_input_tiles(Kernel kernel, const char* name, Params& p,
-                             const WgmmaBackwardLaunch& launch, const Act& activation) {
+template <class Config, class Kernel, class Params, class... Act>
+void launch_wgmma_input_tiles(Kernel kernel, const char* name, Params& p, int blocks,
+                              const WgmmaBackwardLaunch& launch, const Act&... activation) {
   uint32_t box[5];
   wgmma_input_box<Config>(box);
   const TensorMap map = tensor_map(launch.problem, p.x, box);
-  const int tiles = (p.K + 15) / 16, blocks = wgmma_input_blocks<Config>(p, launch.sm_count);
+  const int tiles = (p.K + 15) / 16;
   for (int tile = 0; tile < tiles; ++tile) {
     p.first_tile = tile, p.add_to_sum = tile > 0, p.write_dx = tile + 1 == tiles;
     launch_dependent(kernel, unsigned(blocks), Config::kThreads,
-                     wgmma_input_shared_bytes<Config>(p), launch.stream, p, map, activation);
+                     wgmma_input_shared_bytes<Config>(p), launch.stream, p, map, activation...);
     check_launch(name, {p.N, Config::kC, p.D, p.H, p.W, p.K});
   }
-  return blocks;
+}
+
+// The gradient of the filter and the bias alone, where operands have one part and the activation is
+// hardswish. Returns the number of partial sums for each tile of output channels.
+template <class Config>
+int64_t launch_wgmma_filter_alone_kernel(const WgmmaBackwardLaunch& launch) {
+  constexpr const char* kName = "conv_activation_moments_backward_wgmma_filter_alone";
+  const auto kernel = conv_activation_moments_backward_wgmma_filter_alone<Config>;
+  allow_shared_bytes(kernel, kName, Config::kMostSharedBytes);
+  WgmmaBothParams p{};
+  static_cast<WgmmaInputParams&>(p) = wgmma_filter_alone_params<Config>(launch.problem);
+  set_wgmma_backward_pointers(p, launch);
+  p.filter_partial = launch.filter_partial, p.bias_partial = launch.bias_partial;
+  const int blocks = int(wgmma_filter_alone_blocks(launch.problem, launch.sm_count));
+  launch_wgmma_input_tiles<Config>(kernel, kName, p, blocks, launch);
+  return int64_t{blocks} * Config::kWarpgroups;
 }
 
 template <class Config, class Act>
@@ -117,15 +149,16 @@ void launch_wgmma_input_kernel(const WgmmaBackwardLaunch& launch, const Act& act
   allow_shared_bytes(kernel, kName, kSharedBytes);
   WgmmaInputParams p{};
   set_wgmma_input_params<Config>(p, launch);
-  launch_wgmma_input_tiles<Config>(kernel, kName, p, launch, activation);
+  launch_wgmma_input_tiles<Config>(kernel, kName, p, wgmma_input_blocks<Config>(p, launch.sm_count),
+                                   launch, activation);
 }
 
 // Both gradients from one recomputation. Its slabs are shorter than those of the input's gradient
 // alone, and what neighbouring slabs have in common is computed twice: where that makes it a
-// quarter longer, the other two kernels are faster. Returns the number of blocks that have left
-// partial sums, or 0 where it was not launched.
+// quarter longer, the other two kernels are faster. Returns the number of partial sums for each
+// tile of output channels, or 0 where it was not launched.
 template <class Config, class Act>
-int launch_wgmma_both_kernel(const WgmmaBackwardLaunch& launch, const Act& activation) {
+int64_t launch_wgmma_both_kernel(const WgmmaBackwardLaunch& launch, const Act& activation) {
   constexpr const char* kName = "conv_activation_moments_backward_wgmma_both";
   WgmmaBothParams p{};
   set_wgmma_input_params<Config>(p, launch);
@@ -134,68 +167,79 @@ int launch_wgmma_both_kernel(const WgmmaBackwardLaunch& launch, const Act& activ
   p.filter_partial = launch.filter_partial, p.bias_partial = launch.bias_partial;
   const auto kernel = conv_activation_moments_backward_wgmma_both<Config, Act>;
   allow_shared_bytes(kernel, kName, Config::kMostSharedBytes);
-  return launch_wgmma_input_tiles<Config>(kernel, kName, p, launch, activation);
+  const int blocks = wgmma_input_blocks<Config>(p, launch.sm_count);
+  launch_wgmma_input_tiles<Config>(kernel, kName, p, blocks, launch, activation);
+  return int64_t{blocks} * Config::kWarpgroups;
 }
 
+inline bool is_hardswish(const WgmmaBackwardLaunch& launch) {
+  return launch.activation == static_cast<int64_t>(Activation::kHardswish);
+}
+
+// For operands of one part and hardswish.
 template <WgmmaOperand kOperand>
-void launch_wgmma_filter(const WgmmaBackwardLaunch& launch) {
-  dispatch_activation(launch.activation, [&](const auto& fn) {
-    if (has_filter(launch.problem, 4, 3)) {
-      return launch_wgmma_filter_kernel<WgmmaFilterChoice<kOperand, 3, 4>>(launch, fn);
-    }
-    if (has_filter(launch.problem, 3, 1)) {
-      return launch_wgmma_filter_kernel<WgmmaFilterChoice<kOperand, 1, 3>>(launch, fn);
-    }
-    if (has_filter(launch.problem, 3, 3)) {
-      return launch_wgmma_filter_kernel<WgmmaFilterChoice<kOperand, 3, 3>>(launch, fn);
-    }
-    STD_TORCH_CHECK(false, "no filter gradient by wgmma takes this problem");
+int64_t launch_wgmma_filter_alone(const WgmmaBackwardLaunch& launch) {
+  return dispatch_wgmma_filter(launch.problem, [&](auto filter) {
+    constexpr int kC = decltype(filter)::kC, kExtent = decltype(filter)::kExtent;
+    using Config = WgmmaFilterAloneConfig<kOperand, kC, kExtent, kExtent, kExtent>;
+    return launch_wgmma_filter_alone_kernel<Config>(launch);
   });
+}
+
+// The kernel that transposes dy, whose windows are copies of each other: for split operands, which
+// have no room for both in shared memory, and other activations.
+template <WgmmaOperand kOperand>
+int64_t launch_wgmma_filter(const WgmmaBackwardLaunch& launch) {
+  const auto with = [&](const auto& activation) {
+    return dispatch_wgmma_filter(launch.problem, [&](auto filter) {
+      using Config = WgmmaFilterChoice<kOperand, decltype(filter)::kC, decltype(filter)::kExtent>;
+      return launch_wgmma_filter_kernel<Config>(launch, activation);
+    });
+  };
+  if constexpr (kOperand == WgmmaOperand::kSplit) {
+    return dispatch_activation(launch.activation, with);
+  } else {
+    if (is_hardswish(launch)) return launch_wgmma_filter_alone<kOperand>(launch);
+    return with(ActivationFn{static_cast<Activation>(launch.activation)});
+  }
 }
 
 template <WgmmaOperand kOperand>
 void launch_wgmma_input(const WgmmaBackwardLaunch& launch) {
-  dispatch_activation(launch.activation, [&](const auto& fn) {
-    if (has_filter(launch.problem, 4, 3)) {
-      return launch_wgmma_input_kernel<WgmmaInputChoice<kOperand, 3, 4>>(launch, fn);
-    }
-    if (has_filter(launch.problem, 3, 1)) {
-      return launch_wgmma_input_kernel<WgmmaInputChoice<kOperand, 1, 3>>(launch, fn);
-    }
-    if (has_filter(launch.problem, 3, 3)) {
-      return launch_wgmma_input_kernel<WgmmaInputChoice<kOperand, 3, 3>>(launch, fn);
-    }
-    STD_TORCH_CHECK(false, "no input gradient by wgmma takes this problem");
+  dispatch_activation(launch.activation, [&](const auto& activation) {
+    dispatch_wgmma_filter(launch.problem, [&](auto filter) {
+      using Config = WgmmaInputChoice<kOperand, decltype(filter)::kC, decltype(filter)::kExtent>;
+      launch_wgmma_input_kernel<Config>(launch, activation);
+    });
   });
 }
 
 // For operands of one part and hardswish; 0 where it does not take the problem.
 template <WgmmaOperand kOperand>
-int launch_wgmma_both(const WgmmaBackwardLaunch& launch) {
-  if (launch.activation != static_cast<int64_t>(Activation::kHardswish)) return 0;
-  const HardswishFn fn;
-  if (has_filter(launch.problem, 4, 3)) {
-    return launch_wgmma_both_kernel<WgmmaBothConfig<kOperand, 3, 4, 4, 4>>(launch, fn);
-  }
-  if (has_filter(launch.problem, 3, 1)) {
-    return launch_wgmma_both_kernel<WgmmaBothConfig<kOperand, 1, 3, 3, 3>>(launch, fn);
-  }
-  if (has_filter(launch.problem, 3, 3)) {
-    return launch_wgmma_both_kernel<WgmmaBothConfig<kOperand, 3, 3, 3, 3>>(launch, fn);
-  }
-  return 0;
+int64_t launch_wgmma_both(const WgmmaBackwardLaunch& launch) {
+  if (!is_hardswish(launch)) return 0;
+  return dispatch_wgmma_filter(launch.problem, [&](auto filter) {
+    constexpr int kC = decltype(filter)::kC, kExtent = decltype(filter)::kExtent;
+    using Config = WgmmaBothConfig<kOperand, kC, kExtent, kExtent, kExtent>;
+    return launch_wgmma_both_kernel<Config>(launch, HardswishFn{});
+  });
 }
 
-extern template void launch_wgmma_filter<WgmmaOperand::kTf32>(const WgmmaBackwardLaunch&);
-extern template void launch_wgmma_filter<WgmmaOperand::kSplit>(const WgmmaBackwardLaunch&);
-extern template void launch_wgmma_filter<WgmmaOperand::kFloat16>(const WgmmaBackwardLaunch&);
-extern template void launch_wgmma_filter<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_filter<WgmmaOperand::kTf32>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_filter<WgmmaOperand::kSplit>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_filter<WgmmaOperand::kFloat16>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_filter<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_filter_alone<WgmmaOperand::kTf32>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_filter_alone<WgmmaOperand::kFloat16>(
+    const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_filter_alone<WgmmaOperand::kBFloat16>(
+    const WgmmaBackwardLaunch&);
 extern template void launch_wgmma_input<WgmmaOperand::kTf32>(const WgmmaBackwardLaunch&);
 extern template void launch_wgmma_input<WgmmaOperand::kSplit>(const WgmmaBackwardLaunch&);
 extern template void launch_wgmma_input<WgmmaOperand::kFloat16>(const WgmmaBackwardLaunch&);
 extern template void launch_wgmma_input<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
-extern template int launch_wgmma_both<WgmmaOperand::kTf32>(const WgmmaBackwardLaunch&);
-extern template int launch_wgmma_both<WgmmaOperand::kFloat16>(const WgmmaBackwardLaunch&);
-extern template int launch_wgmma_both<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_both<WgmmaOperand::kTf32>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_both<WgmmaOperand::kFloat16>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_both<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
 
 }  // namespace convnormpool

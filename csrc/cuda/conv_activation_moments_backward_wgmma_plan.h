@@ -15,6 +15,10 @@ namespace convnormpool {
 // Of a block of the filter's gradient, each of which has sums of its own.
 constexpr int64_t wgmma_filter_warpgroups(bool split) { return split ? 2 : 3; }
 
+// Likewise of the filter's gradient with both operands in shared memory, which is for hardswish and
+// operands of one part.
+constexpr int64_t kWgmmaFilterAloneWarpgroups = 3;
+
 // Of a block of both gradients at once, likewise.
 constexpr int64_t kWgmmaBothWarpgroups = 2;
 
@@ -40,7 +44,8 @@ inline std::string wgmma_backward_refusal(const Problem& p, bool compiled) {
   const std::string refusal = wgmma_refusal(p, compiled);
   if (!refusal.empty()) return refusal;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2;
-  if (p.N > kMost / wgmma_input_most_pieces(p) || p.H * p.W > kMost) {
+  if (p.N > kMost / wgmma_input_most_pieces(p) || p.H * p.W > kMost ||
+      p.N > kMost / ((p.P() + 3) * wgmma_column_tiles(p))) {
     return "the problem's extents are beyond the counts of the gradients by wgmma";
   }
   return "";
@@ -52,6 +57,23 @@ inline std::string wgmma_backward_refusal(const Problem& p, bool compiled) {
 inline int64_t wgmma_filter_blocks(const Problem& p, int32_t sm_count) {
   const int64_t items = p.N * wgmma_column_tiles(p) * ((p.P() + 3) / 4);
   return std::min(items, std::max<int64_t>(1, sm_count / ((p.K + 15) / 16)));
+}
+
+// Its kernel for hardswish: the output rows of all samples follow each other, and fours of them are
+// an item, in a tile of columns. Fewer than three rows are filled up to four, so that an item has
+// rows of two samples at most.
+CONVNORMPOOL_HOST_DEVICE int32_t wgmma_sample_rows(int32_t rows) { return rows < 3 ? 4 : rows; }
+
+inline int64_t wgmma_filter_alone_blocks(const Problem& p, int32_t sm_count) {
+  const int64_t rows = p.N * wgmma_sample_rows(static_cast<int32_t>(p.P()));
+  return std::min<int64_t>(wgmma_column_tiles(p) * ((rows + 3) / 4), sm_count);
+}
+
+// At most so many sums for each tile of output channels, whatever the activation.
+inline int64_t wgmma_filter_most_sums(const Problem& p, int32_t sm_count, bool split) {
+  const int64_t sums = wgmma_filter_blocks(p, sm_count) * wgmma_filter_warpgroups(split);
+  if (split) return sums;
+  return std::max(sums, wgmma_filter_alone_blocks(p, sm_count) * kWgmmaFilterAloneWarpgroups);
 }
 
 }  // namespace convnormpool

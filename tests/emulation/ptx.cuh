@@ -196,6 +196,7 @@ inline int32_t uniform_value(int32_t x) {
 }
 
 inline int32_t opaque_value(int32_t x) { return x; }
+inline int32_t thread_index_anew() { return int32_t(threadIdx.x); }
 
 inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}

@@ -230,6 +230,12 @@ inline void multiply_beyond(float (&d)[4], const float (&y)[4], float limit, con
   }
 }
 
+inline void add_within(float (&d)[4], const float (&y)[4], float factor, float limit) {
+  for (int i = 0; i < 4; ++i) {
+    if (fabsf(y[i]) < limit) d[i] = fmaf(y[i], factor, d[i]);
+  }
+}
+
 inline uint32_t distinct_copy(uint32_t x, uint32_t zero) { return x | zero; }
 
 inline uint32_t wgmma_operand(uint32_t address, uint32_t depth_bytes) {

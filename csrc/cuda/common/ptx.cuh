@@ -112,6 +112,13 @@ __device__ __forceinline__ int32_t opaque_value(int32_t x) {
   return x;
 }
 
+// threadIdx.x read anew, so that nothing that is made from it is kept in registers for a later use.
+__device__ __forceinline__ int32_t thread_index_anew() {
+  int32_t x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // Asks for the cache line of a global address; never faults.
 __device__ __forceinline__ void prefetch_l1(const void* global) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(global));

@@ -158,6 +158,29 @@ __device__ __forceinline__ void multiply_beyond(float (&d)[4], const float (&y)[
         "f"(edge), "f"(limit), "r"(inside));
 }
 
+// d[i] += y[i] * factor where |y[i]| < limit, likewise.
+__device__ __forceinline__ void add_within(float (&d)[4], const float (&y)[4], float factor,
+                                           float limit) {
+  asm("{\n"
+      ".reg .pred within;\n"
+      ".reg .f32 size;\n"
+      "abs.f32 size, %4;\n"
+      "setp.lt.f32 within, size, %9;\n"
+      "@within fma.rn.f32 %0, %4, %8, %0;\n"
+      "abs.f32 size, %5;\n"
+      "setp.lt.f32 within, size, %9;\n"
+      "@within fma.rn.f32 %1, %5, %8, %1;\n"
+      "abs.f32 size, %6;\n"
+      "setp.lt.f32 within, size, %9;\n"
+      "@within fma.rn.f32 %2, %6, %8, %2;\n"
+      "abs.f32 size, %7;\n"
+      "setp.lt.f32 within, size, %9;\n"
+      "@within fma.rn.f32 %3, %7, %8, %3;\n"
+      "}\n"
+      : "+&f"(d[0]), "+&f"(d[1]), "+&f"(d[2]), "+&f"(d[3])
+      : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]), "f"(factor), "f"(limit));
+}
+
 // ---- wgmma
 
 // x once more, where zero is 0 and the compiler does not know it. Where a value stands in two

@@ -1,0 +1,8 @@
+// The Hopper kernels of the filter's gradient alone, hardswish, with operands of kind bfloat16.
+#include "cuda/conv_activation_moments_backward_wgmma_launch.cuh"
+
+namespace convnormpool {
+
+template int64_t launch_wgmma_filter_alone<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
+
+}  // namespace convnormpool
