@@ -4,9 +4,9 @@
 //
 // Quads are fours of output rows of all samples, one after the other, in a segment of 32 columns:
 // no output is computed twice, and none that does not exist but for columns past the last and what
-// fills up the planes. A warpgroup takes quads that follow each other. Where one has rows of two
-// samples, their dy has one scale; the sums leave the accumulators for the warpgroup's result in
-// memory where a sample begins or the scale changes.
+// fills up the planes. A warpgroup takes quads that follow each other. A sample's dy has
+// a scale that suits the next one's, too, whose rows may share its last quad. The sums leave the
+// accumulators for the warpgroup's result in memory where a sample begins.
 //
 // A step: dy of a finished plane is formed while the products of the step before are under way;
 // then the recomputation, which holds the warps, and after the barrier of the step the filter's
@@ -28,7 +28,10 @@ struct WgmmaFilterAlone : WgmmaInputOutputs<Config, HardswishFn> {
   using Outputs = WgmmaInputOutputs<Config, HardswishFn>;
   using Outputs::a, Outputs::acc, Outputs::gradient, Outputs::ring;
   using typename Outputs::Terms;
-  static constexpr int kT = Config::kT, kC = Config::kC;
+  static constexpr int kT = Config::kT;
+  // Whether alpha has what the mean takes off, which saves registers where windows are of float32:
+  // dy = (alpha - slope mean + slope a(y)) a'(y).
+  static constexpr bool kFolded = Config::kFloat;
 
   WgmmaBothFilter<Config> filter;
   Terms terms = {};
@@ -37,6 +40,7 @@ struct WgmmaFilterAlone : WgmmaInputOutputs<Config, HardswishFn> {
   float middle[4] = {}, knee[4] = {};
   uint32_t edges_from;  // where they wait
   bool first = true;    // no quad has been begun
+  bool begins;          // the quad in work begins a sample, or is the first: a scale of its own
 
   __device__ __forceinline__ WgmmaFilterAlone(WgmmaInputRing<Config>& r, const WgmmaBothParams& p)
       : Outputs(r, HardswishFn{}), filter(r, p) {}
@@ -61,20 +65,23 @@ struct WgmmaFilterAlone : WgmmaInputOutputs<Config, HardswishFn> {
   __device__ __forceinline__ void begin_quad() {
     const WgmmaBothParams& p = filter.p;
     const WgmmaInputPlace at = *ring.place(0);
-    this->gradient_exponent = *sums_exponent();
-    const bool spans = ring.spans(at), second = own_row(at) >= sample_rows();
+    const bool second = own_row(at) >= sample_rows();
     const int row = own_row(at) - (second ? sample_rows() : 0);
-    // Of the two samples that of this warp, and the other; the last one's rest has no second one.
     const int next = min(at.n + 1, p.N - 1);
-    if (__any_sync(~0u, first || ring.begins(at) || spans) != 0) {
-      Terms own, other;
-      float bound = Outputs::sample_terms(own, second ? next : at.n);
-      if (__any_sync(~0u, spans) != 0)
-        bound = fmaxf(bound, Outputs::sample_terms(other, second ? at.n : next));
-#ifdef FOLD
-      for (int i = 0; i < 4; ++i) own.alpha[i] = fmaf(-own.slope[i], own.mean[i], own.alpha[i]);
-#endif
-      Outputs::begin_terms(own, bound);
+    this->gradient_exponent = *sums_exponent();
+    begins = __any_sync(~0u, first || ring.begins(at)) != 0;
+    if (begins || __any_sync(~0u, second) != 0) {
+      Terms of, of_next;
+      const float bound = Outputs::sample_terms(of, second ? next : at.n);
+      if (begins) {
+        const int other = second ? at.n : next;
+        Outputs::choose_gradient_exponent(fmaxf(bound, Outputs::sample_terms(of_next, other)));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (kFolded) of.alpha[i] = fmaf(-of.slope[i], of.mean[i], of.alpha[i]);
+      }
+      Outputs::begin_terms(of);
     }
     first = false;
     const bool exists = row < p.P && (!second || at.n + 1 < p.N);
@@ -98,9 +105,7 @@ struct WgmmaFilterAlone : WgmmaInputOutputs<Config, HardswishFn> {
 
   __device__ __forceinline__ void load_terms(int plane) {
     const uint32_t from = plane < ring.p.Z ? this->terms_from : this->zeros_from;
-#ifndef FOLD
-    load_shared(terms.mean, from);
-#endif
+    if constexpr (!kFolded) load_shared(terms.mean, from);
     load_shared(terms.alpha, from + 64);
     load_shared(terms.slope, from + 128);
     if constexpr (Config::kFloat) load_shared(terms.biases, from + 192);
@@ -119,11 +124,8 @@ struct WgmmaFilterAlone : WgmmaInputOutputs<Config, HardswishFn> {
         y[i] = acc[column % 2][8 * kSlot + i / 2 * 4 + column / 2 * 2 + i % 2];
         if constexpr (Config::kFloat) y[i] = fmaf(y[i], this->unscale[i], terms.biases[i]);
         gate[i] = __saturatef(fmaf(y[i], 1.f / 6.f, middle[column]));
-#ifdef FOLD
-        d[i] = fmaf(terms.slope[i], y[i] * gate[i], terms.alpha[i]);
-#else
-        d[i] = fmaf(terms.slope[i], fmaf(y[i], gate[i], -terms.mean[i]), terms.alpha[i]);
-#endif
+        const float value = kFolded ? y[i] * gate[i] : fmaf(y[i], gate[i], -terms.mean[i]);
+        d[i] = fmaf(terms.slope[i], value, terms.alpha[i]);
       }
       // The derivative is the gate and, between the knees, a sixth of y.
       add_within(gate, y, 1.f / 6.f, knee[column]);
@@ -247,10 +249,7 @@ struct WgmmaFilterAlone : WgmmaInputOutputs<Config, HardswishFn> {
       enter_quad();
       head<0>();
       settle_products();
-      if (__any_sync(~0u, ring.begins(*ring.place(0)) ||
-                              this->gradient_exponent != *sums_exponent()) != 0) {
-        flush();
-      }
+      if (begins) flush();
       int p = kT;
       do {
         body<0>(p);

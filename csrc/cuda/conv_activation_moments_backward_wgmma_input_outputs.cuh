@@ -136,13 +136,17 @@ struct WgmmaInputOutputs {
     return bound;
   }
 
-  // Writes the terms of a sample, scaled for gradients up to the largest of the lanes' `bound`.
-  __device__ __forceinline__ void begin_terms(Terms& of, float bound) {
+  // Chooses the scale for gradients up to the largest of the lanes' bounds.
+  __device__ __forceinline__ void choose_gradient_exponent(float bound) {
     if constexpr (!Config::kBFloat16) {
       bound = fmaxf(bound, __shfl_xor_sync(~0u, bound, 1));
       bound = fmaxf(bound, __shfl_xor_sync(~0u, bound, 2));
       gradient_exponent = min(141 - wgmma_exponent_field(__float_as_uint(bound)), 127);
     }
+  }
+
+  // Writes the terms of a sample, scaled.
+  __device__ __forceinline__ void begin_terms(Terms& of) {
     // Twice as large where hardswish's derivative comes as its half.
     constexpr float kFactor = kHardswish && Config::kInput ? 2.f : 1.f;
     const float scale = wgmma_power_of_two(gradient_exponent);
@@ -163,7 +167,8 @@ struct WgmmaInputOutputs {
   __device__ __forceinline__ void begin_sample(int n) {
     Terms of;
     const float bound = sample_terms(of, n);
-    begin_terms(of, bound);
+    choose_gradient_exponent(bound);
+    begin_terms(of);
   }
 
   __device__ __forceinline__ void begin_quad() {
