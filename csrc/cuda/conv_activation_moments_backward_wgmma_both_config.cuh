@@ -47,7 +47,7 @@ struct WgmmaBothConfig : WgmmaInputConfig<kOperand, kC, kT, kR, kS, kWarpgroups,
   static constexpr int kRefill = kT % 2 == 0 ? 2 : 1;
 
   // Of a warpgroup: each warp's largest magnitude in a plane, by phase; where planes are stored
-  // that nobody reads; operands.
+  // that nobody reads or, without kInput, what masks the columns; operands.
   static constexpr int kUnreadOffset = 128;
   static constexpr int kUnreadBytes = kInput ? (kPairBytes + 127) / 128 * 128 : 256;
   static constexpr int kGradientOffset = kUnreadOffset + kUnreadBytes;

@@ -4,8 +4,8 @@
 //
 // Quads are fours of output rows of all samples, one after the other, in a segment of 32 columns:
 // no output is computed twice, and none that does not exist but for columns past the last and what
-// fills up the planes. A warpgroup takes quads that follow each other. A sample's dy has
-// a scale that suits the next one's, too, whose rows may share its last quad. The sums leave the
+// fills up the planes. A warpgroup takes quads that follow each other. A sample's dy has a scale
+// that suits the next one's, too, whose rows may share its last quad. The sums leave the
 // accumulators for the warpgroup's result in memory where a sample begins.
 //
 // A step: dy of a finished plane is formed while the products of the step before are under way;
