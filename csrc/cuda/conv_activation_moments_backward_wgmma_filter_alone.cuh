@@ -85,7 +85,6 @@ struct WgmmaFilterAlone : WgmmaInputOutputs<Config, HardswishFn> {
     }
     first = false;
     const bool exists = row < p.P && (!second || at.n + 1 < p.N);
-    this->any_inside = false;
     this->terms_from = exists ? Outputs::terms() : this->zeros_from;
     float from[2][4];
 #pragma unroll
@@ -93,7 +92,6 @@ struct WgmmaFilterAlone : WgmmaInputOutputs<Config, HardswishFn> {
       const int column =
           at.w + p.padding[2] + 4 * wgmma_block<Config>(Outputs::cold_thread() % 32 / 4) + i;
       const bool output = column >= 0 && column < p.Q;
-      this->any_inside |= exists && output;
       from[0][i] = output ? 0.5f : -1e30f, from[1][i] = output ? 3.f : 0.f;
     }
     if (filter.warp() == 0 && filter.lane() % 4 == 0) {

@@ -35,7 +35,6 @@ struct WgmmaInputOutputs {
   int exponent;           // x is scaled by 2^exponent
   int gradient_exponent;  // and dy by this one
   uint32_t inside[4];     // 1/2 as a float where the lane's column is an output, or 0
-  bool any_inside;
   int outputs;       // planes from the slab's first on that are outputs
   uint32_t address;  // of this lane's windows in stage 0
   uint32_t terms_from, zeros_from;
@@ -79,7 +78,6 @@ struct WgmmaInputOutputs {
     exponent = gradient_exponent = outputs = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) inside[i] = 0u;
-    any_inside = false;
     float zeros[4];
     load_shared(zeros, ring.base() + uint32_t(Config::kZeroOffset));
     zero = zeros[0];
@@ -184,7 +182,6 @@ struct WgmmaInputOutputs {
       const bool output = row && column >= 0 && column < p.Q;
       inside[i] = uint32_t(opaque_value(output ? int(__float_as_uint(0.5f)) : 0));
     }
-    any_inside = (inside[0] | inside[1] | inside[2] | inside[3]) != 0;
   }
 
   // ---- the outputs again
@@ -291,11 +288,10 @@ struct WgmmaInputOutputs {
       return __uint_as_float(bits);
     } else {
       constexpr int kOne = 0x3C00, kMost = 0x7800;  // 1 and 2^15 as halves
+      // A lane's own row may be small beside those of the other three, which follow() finds out.
       const int largest = make_halves();
-      const bool small = (__ballot_sync(~0u, largest >= kOne) >> (lane() & 28) & 15u) == 0;
-      // Lanes without outputs may see nothing but zeros.
-      const bool unfit = largest >= kMost || (small && any_inside);
-      if (__builtin_expect(__any_sync(~0u, unfit) != 0, 0)) return follow();
+      const bool fits = uint32_t(largest - kOne) < uint32_t(kMost - kOne) || largest == 0;
+      if (__builtin_expect(__any_sync(~0u, !fits) != 0, 0)) return follow();
       return __half2float(__ushort_as_half(uint16_t(largest))) *
              wgmma_power_of_two(max(-exponent, -126));
     }

@@ -176,10 +176,10 @@ struct WgmmaSweep {
       round_window();
     } else {
       constexpr int kOne = 0x3C00, kMost = 0x7800;  // 1 and 2^15 as halves
+      // A lane's own row may be small beside those of the other three, which follow() finds out.
       const int largest = round_window();
-      const bool small = (__ballot_sync(~0u, largest >= kOne) >> (lane() & 28) & 15u) == 0;
-      // Lanes without outputs may see nothing but zeros.
-      if (__any_sync(~0u, (largest >= kMost || small) && first_column < ring.p.Q)) follow<kStage>();
+      const bool fits = uint32_t(largest - kOne) < uint32_t(kMost - kOne) || largest == 0;
+      if (__builtin_expect(__any_sync(~0u, !fits) != 0, 0)) follow<kStage>();
     }
   }
 
