@@ -33,13 +33,10 @@ void launch_window_kernel(const WindowLaunch& launch,
                {p.N, Config::C, p.geometry.D, p.geometry.H, p.geometry.W, p.geometry.K});
 }
 
-// The fastest configurations among those that spill little or nothing: scales leave no registers to
-// keep twelve warps on an SM beside split operands, and eight bytes are missing in tf32 (0.307 ms;
-// with eight warps, which spill nothing, 0.343).
+// Blocks on an SM: as many as the registers allow without spills.
 template <WindowOperand kOperand>
 void launch_window(const WindowLaunch& launch) {
   constexpr bool kFloat32 = kOperand == WindowOperand::kTf32 || kOperand == WindowOperand::kSplit;
-  constexpr int kFull = kOperand == WindowOperand::kTf32 ? kWindowTiles - 1 : 0;
   constexpr int kFewBlocks = kFloat32 ? 8 : 0;
   dispatch_activation(launch.activation, [&](const auto& fn) {
     using Fn = std::decay_t<decltype(fn)>;
@@ -47,8 +44,7 @@ void launch_window(const WindowLaunch& launch) {
     switch (launch.kernel) {
       case WindowKernel::k4x4x4Channels3ShortRows:
         return launch_window_kernel<
-            WindowConfig<4, 4, 4, 3, kOperand, Fn, false, kWindowTiles, kFull, kShortBlocks>>(
-            launch, fn);
+            WindowConfig<4, 4, 4, 3, kOperand, Fn, false, kWindowTiles, kShortBlocks>>(launch, fn);
       case WindowKernel::k4x4x4Channels3:
         return launch_window_kernel<WindowConfig<4, 4, 4, 3, kOperand, Fn, true, kWindowFewTiles>>(
             launch, fn);
@@ -57,7 +53,7 @@ void launch_window(const WindowLaunch& launch) {
             launch, fn);
       case WindowKernel::k3x3x3Channels3:
         return launch_window_kernel<
-            WindowConfig<3, 3, 3, 3, kOperand, Fn, true, kWindowTiles, 0, kFewBlocks>>(launch, fn);
+            WindowConfig<3, 3, 3, 3, kOperand, Fn, true, kWindowTiles, kFewBlocks>>(launch, fn);
       case WindowKernel::kTaps:
       case WindowKernel::kNone:
         break;

@@ -2,15 +2,19 @@
 // a(conv3d(x, w, b)) for each piece of a sample; compute capability 8.0 and later.
 //
 // A warp works alone, on one output row of one sample and 16 output channels (a piece, see
-// conv_activation_moments_window_map.h). It sweeps the depth: the input rows of one plane are
-// staged in its own part of shared memory, one plane ahead, and add to T output planes at once,
-// whose accumulators roll: the first product of a plane writes output plane z's sum where T planes
-// of outputs are counted from this input plane and reads it where it stood for the last one, so
-// nothing is moved or reset. The bias is what the first product of all reads.
+// conv_activation_moments_window_map.h). It sweeps the depth: the input rows of one plane add to T
+// output planes at once, whose accumulators roll: the first product of a plane writes output plane
+// z's sum where T planes of outputs are counted from this input plane and reads it where it stood
+// for the last one, so nothing is moved or reset. The bias is what the first product of all reads.
+// How a plane comes there is said in conv_activation_moments_window_planes.cuh. All that is done
+// beside products takes time from them (benchmarks/NOTES.md), so every instruction counts: the
+// sweep is the same for all pieces, planes outside the input are zeros, and a piece's place is
+// found without divisions.
 //
 //   A  16 output channels x taps: the weights, in registers for the kernel's life
-//   B  taps x 8 outputs (a tile): lane % 4 stands for kw, the register for the row (channel, kh),
-//      lane / 4 for the output; so a lane's operand is one column of four rows, one load
+//   B  taps x 8 outputs (a tile), lane / 4 the output: of a staged plane lane % 4 stands for kw and
+//      the register for the row (channel, kh); straight from the ring lane % 4 stands for kh and
+//      the register for kw
 //   D  16 output channels x 8 outputs
 //
 // The tiles are worked on in two halves, and the activation and sums of a finished half are dealt
@@ -39,6 +43,7 @@
 #include "cuda/conv_activation_moments_window_map.h"
 #include "cuda/conv_activation_moments_window_operands.cuh"
 #include "cuda/conv_activation_moments_window_pieces.cuh"
+#include "cuda/conv_activation_moments_window_planes.cuh"
 
 namespace convnormpool {
 
@@ -87,17 +92,26 @@ struct Lane {
 
   // Sums about the first value of the piece.
   float pivot[2], sum[2], square[2];
-  bool started;
   int live;
 
-  __device__ __forceinline__ float value(int half, int tap, int tile, int i) const {
-    const float y = acc[half][tap][tile][i];
+  __device__ __forceinline__ float value(int half, int tile, int i) const {
+    const float y = acc[half][T - 1][tile][i];
     return Config::kScaled ? fmaf(y, inverse[i / 2], bias[i / 2]) : y;
+  }
+
+  static __device__ __forceinline__ float slope(float y) {
+    return __saturatef(fmaf(y, 1.0f / 6.0f, 0.5f));
+  }
+
+  // Whether every lane has an output there, which the length of short rows tells.
+  static CONVNORMPOOL_HOST_DEVICE constexpr bool full(int tile, int i) {
+    constexpr int kOutputs = kShortRow - Config::S + 1, kLastLane = Config::kDirect ? 24 : 6;
+    return Config::kRing && kLastLane + window_position(tile, i, Config::kDirect) < kOutputs;
   }
 
   // d is the activated value less the pivot.
   __device__ __forceinline__ void add(int tile, int i, float d) {
-    if (tile < Config::kFullTiles || window_position(tile, i) < live) {
+    if (full(tile, i) || window_position(tile, i, Config::kDirect) < live) {
       sum[i / 2] += d;
       square[i / 2] = fmaf(d, d, square[i / 2]);
     }
@@ -105,39 +119,43 @@ struct Lane {
 
   // One value of a finished half, hardswish.
   __device__ __forceinline__ void take(int half, int v) {
-    const float y = value(half, T - 1, v / 4, v % 4);
-    const float s = __saturatef(fmaf(y, 1.0f / 6.0f, 0.5f));
-    add(half * kHalfTiles + v / 4, v % 4, fmaf(y, s, -pivot[v % 4 / 2]));
+    const float y = value(half, v / 4, v % 4);
+    add(half * kHalfTiles + v / 4, v % 4, fmaf(y, slope(y), -pivot[v % 4 / 2]));
   }
 
-  // All values of a finished half at once; the same bits as take().
-  __device__ __forceinline__ void take_half(int half, int tap) {
-    float y[kValues], s[kValues];
+  // All values of a finished half at once; First: the piece's first, whose first value becomes the
+  // pivot.
+  template <bool First = false>
+  __device__ __forceinline__ void take_half(int half) {
+    if constexpr (kFast) {
+      if (First) choose_pivot(value(0, 0, 0), value(0, 0, 2));
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-      y[v] = value(half, tap, v / 4, v % 4);
-      s[v] = kFast ? __saturatef(fmaf(y[v], 1.0f / 6.0f, 0.5f)) : 1.0f;
-    }
-    if constexpr (!kFast) {
+      for (int v = 0; v < kValues; ++v) take(half, v);
+    } else {
+      float y[kValues];
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) y[v] = value(half, v / 4, v % 4);
       transform(activation, y,
                 [](const auto& function, float x, int) { return function.value(x); });
-    }
-    if (!started) {
-      pivot[0] = __fmul_rn(y[0], s[0]);
-      pivot[1] = __fmul_rn(y[2], s[2]);
-      started = true;
-    }
+      if (First) choose_pivot(y[0], y[2]);
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-      add(half * kHalfTiles + v / 4, v % 4, fmaf(y[v], s[v], -pivot[v % 4 / 2]));
+      for (int v = 0; v < kValues; ++v) {
+        add(half * kHalfTiles + v / 4, v % 4, y[v] - pivot[v % 4 / 2]);
+      }
     }
+  }
+
+  // From the first values of the lane's channels; the same in all lanes that have the channel.
+  __device__ __forceinline__ void choose_pivot(float first, float second) {
+    pivot[0] = lanes_first(kFast ? __fmul_rn(first, slope(first)) : first, 4);
+    pivot[1] = lanes_first(kFast ? __fmul_rn(second, slope(second)) : second, 4);
   }
 
   // The products of one half with the staged plane, of the depth taps from Low to High. After each
   // group of products between(slot) is called: work that fills the gaps.
   template <int Low, int High, class Between>
-  __device__ __forceinline__ void multiply_half(int half, const unsigned char* column, int low,
-                                                int high, const Between& between) {
+  __device__ __forceinline__ void multiply_half(int half, const Planes<Config>& planes,
+                                                const Between& between) {
     int slot = 0;
 #pragma unroll
     for (int u = 0; u < Config::kUnits; ++u) {
@@ -146,15 +164,13 @@ struct Lane {
         uint32_t b[kHalfTiles][Config::kUnitRegisters];
 #pragma unroll
         for (int tile = 0; tile < kHalfTiles; ++tile) {
-          const int from = 8 * (half * kHalfTiles + tile) + 4 * group;
-          load_unit<Config>(
-              column + window_unit(4 * u, from, Config::kColumns) * Config::kUnitBytes, b[tile]);
+          planes.operand(u, group, half * kHalfTiles + tile, b[tile]);
         }
 #pragma unroll
         for (int product = 0; product < Config::kProducts; ++product) {
 #pragma unroll
           for (int tap = T - 1; tap >= 0; --tap) {
-            if (Low <= tap && tap <= High && low <= tap && tap <= high) {
+            if (Low <= tap && tap <= High) {
 #pragma unroll
               for (int tile = 0; tile < kHalfTiles; ++tile) {
                 const bool first = u == 0 && group == 0 && product == 0;
@@ -171,42 +187,67 @@ struct Lane {
     }
   }
 
-  // Both halves for a plane to which depth taps from Low to High are known to belong.
-  template <int Low, int High>
-  __device__ __forceinline__ void multiply_plane(const unsigned char* column) {
-    multiply_half<Low, High>(0, column, Low, High, [](int) {});
-    multiply_half<Low, High>(1, column, Low, High, [](int) {});
+  // Both halves of the products with a plane; the next one is prepared meanwhile.
+  template <int Low, int High, bool Inside, class Between0, class Middle, class Between1>
+  __device__ __forceinline__ void multiply_plane(Planes<Config>& planes, bool last,
+                                                 const Between0& between_0, const Middle& middle,
+                                                 const Between1& between_1) {
+    if constexpr (Config::kScaled) {
+      if (planes.exponent != exponent) rescale(planes.exponent);
+    }
+    planes.template begin<Inside>(last);
+    multiply_half<Low, High>(0, planes, [&](int slot) {
+      constexpr int kUnitSlots = slots() / Config::kUnits;
+      if (slot % kUnitSlots == 0) planes.prepare(slot / kUnitSlots);
+      between_0(slot);
+    });
+    planes.prepared();
+    middle();
+    multiply_half<Low, High>(1, planes, between_1);
   }
 
-  // The same for taps known at run time only. A product that a predicate turns off costs as much as
-  // another, so the planes at a piece's ends, which lack taps on one side, have code of their own.
-  template <int Edge = T - 1>
-  __device__ __forceinline__ void multiply_edge(const unsigned char* column, int low, int high) {
-    if (Config::kStaticEdges && low == 0 && high == Edge) {
-      multiply_plane<0, Edge>(column);
-    } else if (Config::kStaticEdges && high == T - 1 && low == Edge) {
-      multiply_plane<Edge, T - 1>(column);
-    } else if constexpr (Edge > 0) {
-      multiply_edge<Edge - 1>(column, low, high);
-    } else {
-      multiply_half<0, T - 1>(0, column, low, high, [](int) {});
-      multiply_half<0, T - 1>(1, column, low, high, [](int) {});
+  // The first T - 1 planes of a piece finish no output. A plane's depth taps above Plane would add
+  // to outputs before the piece's.
+  template <int Plane>
+  __device__ __forceinline__ void begin_outputs(Planes<Config>& planes) {
+    if constexpr (Plane < T - 1) {
+      const auto nothing = [](int) {};
+      multiply_plane<0, Plane, false>(planes, false, nothing, [] {}, nothing);
+      begin_outputs<Plane + 1>(planes);
     }
   }
 
-  // A plane that every depth tap belongs to: the finished values of the other half are taken
-  // between the products, those of half 1 a plane late.
-  __device__ __forceinline__ void multiply_interior(const unsigned char* column) {
+  // A plane that finishes an output plane, with the depth taps from Low on. What is finished of the
+  // other half is taken between the products: of half 1 that of the plane before, unless this is
+  // the piece's first.
+  template <int Low, bool First = false, bool Inside = false>
+  __device__ __forceinline__ void finish_output(Planes<Config>& planes, bool last) {
     const auto take_between = [&](int half, int slot) {
 #pragma unroll
       for (int v = 0; v < kValues; ++v) {
         if (kFast && (v + 1) * slots() / (kValues + 1) == slot) take(half, v);
       }
     };
-    if (!kFast) take_half(1, T - 1);
-    multiply_half<0, T - 1>(0, column, 0, T - 1, [&](int slot) { take_between(1, slot); });
-    multiply_half<0, T - 1>(1, column, 0, T - 1, [&](int slot) { take_between(0, slot); });
-    if (!kFast) take_half(0, T - 1);
+    if (!kFast && !First) take_half(1);
+    multiply_plane<Low, T - 1, Inside>(
+        planes, last,
+        [&](int slot) {
+          if (!First) take_between(1, slot);
+        },
+        [&] {
+          if (kFast && First) choose_pivot(value(0, 0, 0), value(0, 0, 2));
+        },
+        [&](int slot) { take_between(0, slot); });
+    if (!kFast) take_half<First>(0);
+  }
+
+  // The last T - 1 planes: depth taps below Low would add to outputs behind the piece's.
+  template <int Low>
+  __device__ __forceinline__ void end_outputs(Planes<Config>& planes) {
+    if constexpr (Low < T) {
+      finish_output<Low>(planes, Low == T - 1);
+      end_outputs<Low + 1>(planes);
+    }
   }
 
   // Groups of products of a half.
@@ -236,26 +277,22 @@ struct Lane {
   __device__ __forceinline__ void begin(const WindowPiece& piece, int lane, int staged_exponent) {
     if constexpr (Config::kScaled) set_exponent(staged_exponent);
 #pragma unroll
-    for (int i = 0; i < 2 * T * kHalfTiles * 4; ++i) {
-      acc[i / (T * kValues)][i / kValues % T][i / 4 % kHalfTiles][i % 4] = start[i % 4];
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) pivot[i] = sum[i] = square[i] = 0.0f;
-    started = false;
-    live = window_live(piece, lane);
+    for (int i = 0; i < 2; ++i) sum[i] = square[i] = 0.0f;
+    live = window_live(piece, lane, Config::kDirect);
   }
 
-  __device__ __forceinline__ void finish(const WindowPiece& piece, float2 (&result)[2]) {
+  __device__ __forceinline__ void finish(const WindowPiece& piece, float2 (&result)[2]) const {
+    const float count = static_cast<float>(piece.planes * piece.columns);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) result[i] = piece_moments(piece, live, pivot[i], sum[i], square[i]);
+    for (int i = 0; i < 2; ++i) result[i] = joint_moments(count, pivot[i], sum[i], square[i]);
   }
 };
 
-// The power of two for a plane whose largest magnitude is given: 2^12 at first, and left as it is
-// until a plane would pass 2^15.
-__device__ __forceinline__ int plane_exponent(uint32_t largest, bool first, int exponent) {
-  const int field = exponent_field(largest);
-  return first || field - 127 + exponent > 14 ? min(139 - field, 127) : exponent;
+// A cursor of which the compiler knows that it is the same for the warp.
+__device__ __forceinline__ WindowCursor uniform_cursor(const WindowGeometry& s, int32_t number) {
+  const WindowCursor at = window_cursor(s, number);
+  return {uniform_value(at.sample), uniform_value(at.slab), uniform_value(at.row),
+          uniform_value(at.segment)};
 }
 
 }  // namespace window
@@ -267,14 +304,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   grid_dependency_launch();
   constexpr int T = Config::T;
   const int lane = static_cast<int>(threadIdx.x);
-  const int32_t pieces = window_pieces(p.geometry);
-  WindowStride stride(static_cast<int32_t>(gridDim.x), pieces);
-  stride.samples = uniform_value(stride.samples);
-  stride.pieces = uniform_value(stride.pieces);
   const int32_t place = window_place(static_cast<int32_t>(blockIdx.x),
                                      static_cast<int32_t>(gridDim.x), Config::kBlocksPerSm);
-  int32_t sample = uniform_value(place / pieces), index = uniform_value(place % pieces);
-  if (sample >= p.N) return;
+  const WindowCursor stride = uniform_cursor(p.geometry, static_cast<int32_t>(gridDim.x));
+  WindowCursor at = uniform_cursor(p.geometry, place);
+  if (at.sample >= p.N) return;
 
   Lane<Config> state;
   state.activation = activation;
@@ -283,7 +317,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if constexpr (Config::kScaled) {
-      exponents[i] = weight_exponent<Config>(p, first_channel + 8 * i);
+      exponents[i] = weight_exponent<Config>(p, first_channel + 8 * i, lane);
       if (lane % 4 == 0) weight_exponents<Config>()[8 * i] = exponents[i];
     }
     state.bias[i] = load_bias<Config>(p.bias, p.geometry.K, first_channel + 8 * i);
@@ -301,89 +335,39 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 #pragma unroll
   for (int i = 0; i < 4; ++i) state.start[i] = Config::kScaled ? 0.0f : pass[i];
   __syncwarp();
-  for (int i = lane; i < 2 * Config::kPlaneBytes / 16; i += 32) {
+  for (int i = lane; i < Config::kPlanesBytes / 16; i += 32) {
     reinterpret_cast<uint4*>(buffers)[i] = make_uint4(0, 0, 0, 0);
   }
   __syncwarp();
-  const int lane_bytes = (lane / 4 + lane % 4) * Config::kUnitBytes;
+  Planes<Config> planes(p, at, lane, buffers);
 
-  // While a plane is multiplied the next one is staged and the one after that is loaded.
-  const int64_t plane_stride = static_cast<int64_t>(p.geometry.H) * p.geometry.W;
-  Loader<Config> loader{};
-  loader.sample = sample;
-  loader.index = index;
-  RawPlane<Config> raw;
-  bool raw_first = true;  // raw is the first plane of its piece
-  int staged_exponent = 0;
-  unsigned char* target = buffers;
-  const auto stage = [&] {
-    float scale = 1.0f;
-    if constexpr (Config::kScaled) {
-      staged_exponent = plane_exponent(largest_magnitude(raw), raw_first, staged_exponent);
-      scale = power_of_two(staged_exponent);
+  while (at.sample < p.N) {
+    const WindowPiece piece = window_piece(p.geometry, at);
+    const int64_t number = window_number(p.geometry, at);
+    at.advance(p.geometry, stride);
+    planes.loader.follows(p, at);
+    state.begin(piece, lane, planes.exponent);
+    state.template begin_outputs<0>(planes);
+    state.template finish_output<0, true>(planes, piece.planes == 1);
+    // Of fewer than T output planes each plane would add to some outside the piece; it does, and
+    // they are left.
+    const bool thin = piece.planes < T;
+    int z = thin ? 1 : T;
+    const int inside = thin ? 0 : min(piece.planes - z, planes.inside());
+    for (int i = inside; i > 0; --i) state.template finish_output<0, false, true>(planes, false);
+    planes.skip(inside), z += inside;
+    for (; z < piece.planes; ++z) {
+      state.template finish_output<0>(planes, thin && z + 1 == piece.planes);
     }
-    stage_plane(raw, scale, lane, target);
-  };
-  loader.place(p, lane);
-  loader.load(p.geometry, lane, raw);
-  stage();
-  raw_first = loader.next(p, lane, plane_stride, stride);
-  loader.load(p.geometry, lane, raw);
-
-  for (; sample < p.N; stride.next(sample, index)) {
-    const WindowPiece piece = uniform_piece(p.geometry, index);
-    const int first_step = window_first_step(p.geometry, piece);
-    const int last_step = window_last_step(p.geometry, piece, T);
-    state.begin(piece, lane, staged_exponent);
-    bool pending = false;  // the last step finished an output plane, and half 1 is not taken yet
-    const auto begin_step = [&] {
-      const unsigned char* const column = target + lane_bytes;
-      target = target == buffers ? buffers + Config::kPlaneBytes : buffers;
-      if constexpr (Config::kScaled) {
-        if (staged_exponent != state.exponent) state.rescale(staged_exponent);
-      }
-      // All lanes have staged this plane and are done with the one before.
-      __syncwarp();
-      stage();
-      return column;
-    };
-    for (int step = first_step; step <= last_step; ++step) {
-      const unsigned char* const column = begin_step();
-      if (step >= T && step < piece.planes && step + 2 <= last_step) {
-        raw_first = false;
-        ++loader.step;
-        loader.plane += plane_stride;
-        loader.load(p.geometry, lane, raw);
-        state.multiply_interior(column);
-        continue;
-      }
-      raw_first = loader.next(p, lane, plane_stride, stride);
-      loader.load(p.geometry, lane, raw);
-      const int low = window_low_tap(piece, step), high = window_high_tap(step, T);
-      if (pending) state.take_half(1, T - 1);
-      state.multiply_edge(column, low, high);
-      pending = high == T - 1;
-      if (pending) state.take_half(0, T - 1);
-    }
-    if (pending) state.take_half(1, T - 1);
-    // Below the input's last plane there is only padding: what stands in the other accumulators is
-    // complete.
-    const int low = window_low_tap(piece, last_step), high = window_high_tap(last_step, T);
-#pragma unroll
-    for (int tap = T - 2; tap >= 0; --tap) {
-      if (low <= tap && tap <= high) {
-        state.take_half(0, tap);
-        state.take_half(1, tap);
-      }
-    }
+    if (!thin) state.template end_outputs<1>(planes);
+    state.take_half(1);
     float2 result[2];
     state.finish(piece, result);
     if (lane % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int k = first_channel + 8 * i;
-        if (k < p.geometry.K)
-          p.partial[(static_cast<int64_t>(sample) * pieces + index) * p.geometry.K + k] = result[i];
+        if (k < p.geometry.K) p.partial[number * p.geometry.K + k] = result[i];
       }
     }
   }

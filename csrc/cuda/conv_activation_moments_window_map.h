@@ -12,6 +12,9 @@
 
 namespace convnormpool {
 
+// Columns of the input that the kernel of short rows is made for.
+constexpr int32_t kShortRow = 32;
+
 struct WindowGeometry {
   int32_t D, H, W;
   int32_t K, Z, P, Q;
@@ -51,16 +54,47 @@ CONVNORMPOOL_HOST_DEVICE int32_t window_pieces(const WindowGeometry& s) {
   return s.slabs * s.P * s.segments;
 }
 
-CONVNORMPOOL_HOST_DEVICE WindowPiece window_piece(const WindowGeometry& s, int32_t index) {
+// Where a piece stands among all pieces of all samples, whose number is that of the worker that
+// takes it first: segments vary fastest.
+struct WindowCursor {
+  int32_t sample, slab, row, segment;
+
+  // Moves on by as many pieces as `distance` is from the first of all. No digit carries twice.
+  CONVNORMPOOL_HOST_DEVICE void advance(const WindowGeometry& s, const WindowCursor& distance) {
+    segment += distance.segment;
+    row += distance.row;
+    slab += distance.slab;
+    sample += distance.sample;
+    if (segment >= s.segments) segment -= s.segments, ++row;
+    if (row >= s.P) row -= s.P, ++slab;
+    if (slab >= s.slabs) slab -= s.slabs, ++sample;
+  }
+};
+
+// The piece with this number.
+CONVNORMPOOL_HOST_DEVICE WindowCursor window_cursor(const WindowGeometry& s, int32_t number) {
+  const int32_t rows = number / s.segments, slabs = rows / s.P, sample = slabs / s.slabs;
+  return {sample, slabs - sample * s.slabs, rows - slabs * s.P, number - rows * s.segments};
+}
+
+// The piece's number among all of them.
+CONVNORMPOOL_HOST_DEVICE int64_t window_number(const WindowGeometry& s, const WindowCursor& at) {
+  const int32_t index = (at.slab * s.P + at.row) * s.segments + at.segment;
+  return static_cast<int64_t>(at.sample) * window_pieces(s) + index;
+}
+
+CONVNORMPOOL_HOST_DEVICE WindowPiece window_piece(const WindowGeometry& s, const WindowCursor& at) {
   WindowPiece piece;
-  const int32_t rows = index / s.segments;
-  const int32_t slab = rows / s.P;
-  piece.q = (index - rows * s.segments) * s.segment_columns;
-  piece.p = rows - slab * s.P;
-  piece.z = slab * s.slab_planes;
+  piece.q = at.segment * s.segment_columns;
+  piece.p = at.row;
+  piece.z = at.slab * s.slab_planes;
   piece.planes = window_smaller(s.slab_planes, s.Z - piece.z);
   piece.columns = window_smaller(s.segment_columns, s.Q - piece.q);
   return piece;
+}
+CONVNORMPOOL_HOST_DEVICE WindowPiece window_piece(const WindowGeometry& s, int32_t index) {
+  const int32_t rows = index / s.segments, slab = rows / s.P;
+  return window_piece(s, {0, slab, rows - slab * s.P, index - rows * s.segments});
 }
 
 // Which worker a block is. Blocks come to the SMs in turn, one each before the second; workers on
@@ -92,25 +126,6 @@ struct WindowStride {
   }
 };
 
-// Input planes of a piece are counted by their step: plane = z - pad_d + step. Those before 0 and
-// from D on are padding and left out; since pad_d < T, none of a piece's outputs sees padding
-// alone.
-CONVNORMPOOL_HOST_DEVICE int32_t window_first_step(const WindowGeometry& s, const WindowPiece& c) {
-  return window_larger(0, s.pad_d - c.z);
-}
-CONVNORMPOOL_HOST_DEVICE int32_t window_last_step(const WindowGeometry& s, const WindowPiece& c,
-                                                  int32_t taps) {
-  return window_smaller(c.planes + taps - 2, s.D - 1 + s.pad_d - c.z);
-}
-
-// At a step, depth tap kd adds to output plane z + step - kd. Those from low to high are wanted.
-CONVNORMPOOL_HOST_DEVICE int32_t window_low_tap(const WindowPiece& c, int32_t step) {
-  return window_larger(0, step - (c.planes - 1));
-}
-CONVNORMPOOL_HOST_DEVICE int32_t window_high_tap(int32_t step, int32_t taps) {
-  return window_smaller(taps - 1, step);
-}
-
 // Rows (input channel, kh) of a staged plane stand in units of four: unit u of column c holds rows
 // 4u .. 4u + 3 of that column next to each other, rows that are none as zeros. A lane reads the
 // B operand of four rows by one load.
@@ -119,13 +134,16 @@ CONVNORMPOOL_HOST_DEVICE constexpr int32_t window_unit(int32_t row, int32_t colu
   return row / 4 * columns + column;
 }
 
-// Outputs q + 8 tile + 2 (lane % 4) + {0, 1} of a piece are in accumulators {0, 1} (and {2, 3}) of
-// a tile; the lane's share of the piece's columns ends where that index reaches `live`.
-CONVNORMPOOL_HOST_DEVICE int32_t window_live(const WindowPiece& c, int32_t lane) {
-  return c.columns - 2 * (lane & 3);
+// Column n of a tile of accumulators is output q + 8 tile + n of a piece, or with `direct` output
+// q + 4 n + tile; accumulators {0, 1} (and {2, 3}) are columns 2 (lane % 4) + {0, 1}. The lane's
+// share of the piece's columns ends where window_position reaches window_live.
+CONVNORMPOOL_HOST_DEVICE int32_t window_live(const WindowPiece& c, int32_t lane,
+                                             bool direct = false) {
+  return c.columns - (direct ? 8 : 2) * (lane & 3);
 }
-CONVNORMPOOL_HOST_DEVICE constexpr int32_t window_position(int32_t tile, int32_t accumulator) {
-  return 8 * tile + (accumulator & 1);
+CONVNORMPOOL_HOST_DEVICE constexpr int32_t window_position(int32_t tile, int32_t accumulator,
+                                                           bool direct = false) {
+  return direct ? 4 * (accumulator & 1) + tile : 8 * tile + (accumulator & 1);
 }
 
 }  // namespace convnormpool

@@ -48,6 +48,15 @@ __device__ __forceinline__ float2 piece_moments(const WindowPiece& piece, int li
   return make_float2(moments.pivot + moments.mean, moments.m2);
 }
 
+// The same where the lanes' sums are about one pivot, over `count` values together; in all of them.
+__device__ __forceinline__ float2 joint_moments(float count, float pivot, float sum, float square) {
+  sum = lanes_sum(sum, 4);
+  square = lanes_sum(square, 4);
+  const float mean = __fmul_rn(sum, divide_counts(1.0f, count));
+  const float m2 = fmaf(-mean, sum, square);
+  return make_float2(pivot + mean, m2 < 0.0f ? 0.0f : m2);
+}
+
 }  // namespace window
 
 // The pieces of all samples as merge_pieces_kernel takes them (conv_activation_moments_merge.cuh).

@@ -61,8 +61,8 @@ void run(const Shape& s, const Data& d, const char* note, int slab_planes = 1 <<
   }
 }
 
-template <int T, int R, int S, int C, bool General, int Tiles = 4, int FullTiles = 0>
-using Kernel = WindowConfig<T, R, S, C, kOperand, HardswishFn, General, Tiles, FullTiles>;
+template <int T, int R, int S, int C, bool General, int Tiles = 4>
+using Kernel = WindowConfig<T, R, S, C, kOperand, HardswishFn, General, Tiles>;
 
 template <class Config>
 Shape shape(Shape s) {
@@ -139,25 +139,13 @@ void test_range(Shape s, std::mt19937_64& random) {
   run<Config>(s, d, "planes of growing scale");
 }
 
-// Two kernels that may take the same problem give the same bits.
-template <class A, class B>
-void test_same_bits(Shape s, std::mt19937_64& random) {
-  s = shape<A>(s);
-  const Data d = make_data(s, random);
-  std::vector<float> mean_a, m2_a, mean_b, m2_b;
-  moments_of<A>(s, d, mean_a, m2_a);
-  moments_of<B>(s, d, mean_b, m2_b);
-  if (mean_a != mean_b || m2_a != m2_b) fail("two kernels differ");
-  puts("ok   same bits from both kernels");
-}
-
 template <class Config>
 void test(Shape s, std::mt19937_64& random, const char* note = "", int slab_planes = 1 << 20) {
   s = shape<Config>(s);
   run<Config>(s, make_data(s, random, s.K != 7), note, slab_planes);
 }
 
-using Short = Kernel<4, 4, 4, 3, false, 4, 3>;
+using Short = Kernel<4, 4, 4, 3, false>;
 using General = Kernel<4, 4, 4, 3, true>;
 using Small = Kernel<3, 3, 3, 1, true>;
 
@@ -185,14 +173,14 @@ template <WindowOperand Kind>
 void test_kind(std::mt19937_64& random) {
   if constexpr (Kind == WindowOperand::kTf32) {
     test<Kernel<5, 5, 5, 1, true, 2>>({1, 0, 7, 6, 21, 16, 0, 0, 0, 2, 2, 2}, random);
-    test<Kernel<1, 1, 1, 4, true>>({2, 0, 2, 3, 33, 16, 0, 0, 0}, random);
+    test<Kernel<2, 1, 1, 4, true>>({2, 0, 2, 3, 33, 16, 0, 0, 0}, random);
     test_range<Short>({1, 0, 9, 4, 32, 16, 0, 0, 0}, random);
     test_overflow<Small>({1, 0, 4, 4, 20, 16, 0, 0, 0}, random);
   } else if constexpr (Kind == WindowOperand::kFloat16) {
-    test<Kernel<1, 3, 3, 3, true>>({2, 0, 3, 5, 40, 16, 0, 0, 0, 0, 1, 1}, random);
+    test<Kernel<2, 3, 3, 3, true>>({2, 0, 3, 5, 40, 16, 0, 0, 0, 0, 1, 1}, random);
     test<Kernel<7, 7, 7, 1, true, 2>>({1, 0, 7, 8, 18, 16, 0, 0, 0, 3, 3, 3}, random);
   } else if constexpr (Kind == WindowOperand::kBFloat16) {
-    test<Kernel<2, 2, 2, 2, false, 2>>({2, 0, 4, 5, 16, 16, 0, 0, 0}, random);
+    test<Kernel<2, 2, 2, 2, true, 2>>({2, 0, 4, 5, 16, 16, 0, 0, 0}, random);
     test_activations<WindowConfig<3, 3, 3, 4, Kind, ActivationFn, true>>(random);
   } else {
     test_range<Small>({2, 0, 8, 4, 20, 16, 0, 0, 0, 1, 1, 1}, random);
@@ -207,14 +195,16 @@ int main() {
   std::mt19937_64 random(20240611);
   //           N  C  D  H  W   K  T  R  S  padding
   test<Short>({1, 0, 9, 5, 32, 16, 0, 0, 0}, random, "short rows");
-  test<Short>({2, 0, 6, 4, 28, 24, 0, 0, 0}, random, "short rows");
-  test<Short>({1, 0, 4, 4, 30, 1, 0, 0, 0}, random, "one output row");
+  test<Short>({2, 0, 6, 4, 32, 24, 0, 0, 0}, random, "short rows");
+  test<Short>({1, 0, 4, 4, 32, 1, 0, 0, 0}, random, "one output row");
+  test<Short>({2, 0, 5, 4, 32, 16, 0, 0, 0}, random, "fewer output planes than taps");
+  test<Short>({3, 0, 1, 4, 32, 16, 0, 0, 0, 3, 0, 0}, random, "one input plane");
+  test<Short>({1, 0, 12, 4, 32, 16, 0, 0, 0, 2, 0, 0}, random, "slabs of short rows", 5);
   test<General>({2, 0, 6, 5, 29, 24, 0, 0, 0}, random);
   test<General>({1, 0, 5, 5, 31, 7, 0, 0, 0, 3, 3, 3}, random, "full padding");
   test<General>({1, 0, 8, 4, 64, 16, 0, 0, 0, 1, 0, 2}, random, "slabs", 3);
   test<Small>({1, 0, 7, 6, 33, 7, 0, 0, 0, 1, 1, 1}, random);
   test<Small>({1, 0, 2, 3, 5, 257, 0, 0, 0, 2, 2, 2}, random);
-  test_same_bits<Short, General>({2, 0, 7, 5, 32, 16, 0, 0, 0}, random);
   test_not_finite<Small>({3, 0, 6, 3, 9, 7, 0, 0, 0, 1, 0, 1}, random);
   test_bias<Small>(random);
   test_kind<kOperand>(random);

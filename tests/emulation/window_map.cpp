@@ -2,7 +2,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <set>
-#include <tuple>
 #include <vector>
 
 #include "cuda/conv_activation_moments_window_map.h"
@@ -18,7 +17,7 @@ void require(bool holds, const char* what) {
 }
 
 // Pieces cover every output once, and the lanes' accumulators every output of a piece once.
-void test_pieces(const WindowGeometry& s, int32_t tiles) {
+void test_pieces(const WindowGeometry& s, int32_t tiles, bool direct) {
   std::vector<int> seen(size_t(s.Z) * size_t(s.P) * size_t(s.Q), 0);
   for (int32_t i = 0; i < window_pieces(s); ++i) {
     const WindowPiece piece = window_piece(s, i);
@@ -26,9 +25,9 @@ void test_pieces(const WindowGeometry& s, int32_t tiles) {
     for (int32_t lane = 0; lane < 4; ++lane) {
       for (int32_t tile = 0; tile < tiles; ++tile) {
         for (int32_t accumulator = 0; accumulator < 2; ++accumulator) {
-          const int32_t position = window_position(tile, accumulator);
-          if (position >= window_live(piece, lane)) continue;
-          const int32_t q = piece.q + position + 2 * lane;
+          const int32_t position = window_position(tile, accumulator, direct);
+          if (position >= window_live(piece, lane, direct)) continue;
+          const int32_t q = piece.q + position + (direct ? 8 : 2) * lane;
           require(q < s.Q, "a live accumulator is an output");
           for (int32_t z = piece.z; z < piece.z + piece.planes; ++z) {
             ++seen[(size_t(z) * size_t(s.P) + size_t(piece.p)) * size_t(s.Q) + size_t(q)];
@@ -40,26 +39,21 @@ void test_pieces(const WindowGeometry& s, int32_t tiles) {
   for (const int count : seen) require(count == 1, "every output belongs to one accumulator");
 }
 
-// The steps and taps of a piece are the (input plane, tap) pairs of its outputs.
-void test_taps(const WindowGeometry& s, int32_t taps) {
-  for (int32_t i = 0; i < window_pieces(s); ++i) {
-    const WindowPiece piece = window_piece(s, i);
-    std::set<std::tuple<int32_t, int32_t, int32_t>> wanted, given;
-    for (int32_t z = piece.z; z < piece.z + piece.planes; ++z) {
-      for (int32_t tap = 0; tap < taps; ++tap) {
-        const int32_t plane = z - s.pad_d + tap;
-        if (plane >= 0 && plane < s.D) wanted.insert({z, plane, tap});
-      }
+// Cursors count the pieces of all samples, and move by any distance.
+void test_cursors(const WindowGeometry& s) {
+  const int32_t pieces = window_pieces(s);
+  for (const int32_t distance : {1, 2, 7, 100, 1056}) {
+    const WindowCursor stride = window_cursor(s, distance);
+    WindowCursor at = window_cursor(s, 5);
+    for (int32_t number = 5; number < 5 * pieces; number += distance) {
+      require(window_number(s, at) == number, "a cursor's number");
+      const WindowPiece piece = window_piece(s, at);
+      const WindowPiece same = window_piece(s, number % pieces);
+      require(piece.z == same.z && piece.planes == same.planes && piece.p == same.p &&
+                  piece.q == same.q && piece.columns == same.columns,
+              "a cursor's piece");
+      at.advance(s, stride);
     }
-    const int32_t last = window_last_step(s, piece, taps);
-    for (int32_t step = window_first_step(s, piece); step <= last; ++step) {
-      const int32_t plane = piece.z - s.pad_d + step;
-      require(plane >= 0 && plane < s.D, "a step's plane is in the input");
-      for (int32_t tap = window_low_tap(piece, step); tap <= window_high_tap(step, taps); ++tap) {
-        given.insert({piece.z + step - tap, plane, tap});
-      }
-    }
-    require(wanted == given, "the taps of a piece");
   }
 }
 
@@ -106,8 +100,9 @@ int main() {
             for (const int32_t tiles : {2, 4}) {
               const WindowGeometry s =
                   window_geometry(D, 3, Q, 16, Z, 3, Q, pad, 0, 0, slab, tiles);
-              test_pieces(s, tiles);
-              test_taps(s, T);
+              test_pieces(s, tiles, false);
+              if (tiles == 4) test_pieces(s, tiles, true);
+              test_cursors(s);
             }
           }
         }

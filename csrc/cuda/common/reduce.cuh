@@ -6,6 +6,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 #include "cuda/common/moments.cuh"
 
 namespace convnormpool {
@@ -29,6 +31,20 @@ __device__ __forceinline__ S strided_lanes_sum(S x, int stride) {
     x += __shfl_xor_sync(kFullWarp, x, offset);
   }
   return x;
+}
+
+// The largest over the group, in each of its lanes.
+__device__ __forceinline__ uint32_t lanes_max(uint32_t x, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    x = max(x, __shfl_xor_sync(kFullWarp, x, offset));
+  }
+  return x;
+}
+
+// x of the group's first lane.
+template <typename S>
+__device__ __forceinline__ S lanes_first(S x, int lanes) {
+  return __shfl_sync(kFullWarp, x, 0, lanes);
 }
 
 // x of the lane before in the group, zero in its first lane.
