@@ -35,8 +35,8 @@ struct WgmmaInputOutputs {
   int exponent;           // x is scaled by 2^exponent
   int gradient_exponent;  // and dy by this one
   uint32_t inside[4];     // 1/2 as a float where the lane's column is an output, or 0
-  int outputs;       // planes from the slab's first on that are outputs
-  uint32_t address;  // of this lane's windows in stage 0
+  int outputs;            // planes from the slab's first on that are outputs
+  uint32_t address;       // of this lane's windows in stage 0
   uint32_t terms_from, zeros_from;
   int before;            // the lane of the block of columns before; itself in the first block
   uint32_t before_mask;  // zero in the first block
