@@ -43,6 +43,11 @@ void launch_window(const WindowLaunch& launch) {
     constexpr int kShortBlocks = std::is_same_v<Fn, HardswishFn> ? 0 : 8;
     switch (launch.kernel) {
       case WindowKernel::k4x4x4Channels3ShortRows:
+        if (launch.parameters.geometry.W < kShortRow) {
+          return launch_window_kernel<
+              WindowConfig<4, 4, 4, 3, kOperand, Fn, false, kWindowTiles, kShortBlocks, true>>(
+              launch, fn);
+        }
         return launch_window_kernel<
             WindowConfig<4, 4, 4, 3, kOperand, Fn, false, kWindowTiles, kShortBlocks>>(launch, fn);
       case WindowKernel::k4x4x4Channels3:

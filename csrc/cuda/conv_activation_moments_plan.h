@@ -15,7 +15,7 @@ namespace convnormpool {
 
 // The compiled window kernels, and the one for filters of any extents (kTaps). "Short rows": no
 // padding in H and W, and rows of kShortRow inputs, so that loads are of 16 bytes and none is
-// masked.
+// masked, or of an even number from kNarrowRow on, so that they are of pairs.
 enum class WindowKernel : int32_t {
   kNone,
   k4x4x4Channels3ShortRows,
@@ -33,7 +33,7 @@ constexpr int32_t window_tiles(WindowKernel kernel) {
 }
 // The taps kernel takes this many input channels.
 constexpr int64_t kTapsMostChannels = 16;
-// What x must be aligned to, in bytes, for the kernel of short rows.
+// What x must be aligned to, in bytes, for rows of kShortRow inputs.
 constexpr int64_t kWindowAlignment = 16;
 // Output planes of a slab: deep samples are cut so that few of them fill the device.
 constexpr int32_t kWindowSlabPlanes = 32;
@@ -41,7 +41,7 @@ constexpr int32_t kWindowSlabPlanes = 32;
 inline WindowKernel window_kernel(const Problem& p) {
   if (has_filter(p, 4, 3)) {
     const bool unpadded = p.padding[1] == 0 && p.padding[2] == 0;
-    const bool short_rows = unpadded && p.W == kShortRow;
+    const bool short_rows = unpadded && p.W % 2 == 0 && p.W >= kNarrowRow && p.W <= kShortRow;
     return short_rows ? WindowKernel::k4x4x4Channels3ShortRows : WindowKernel::k4x4x4Channels3;
   }
   if (has_filter(p, 3, 1)) return WindowKernel::k3x3x3Channels1;
@@ -127,8 +127,8 @@ inline int64_t conv_act_moments_workspace(const Problem& p, bool wgmma) {
 // What it needs x to be aligned to, in bytes.
 inline int64_t conv_act_moments_alignment(const Problem& p, bool wgmma) {
   if (wgmma) return kWgmmaAlignment;
-  const bool short_rows = window_kernel(p) == WindowKernel::k4x4x4Channels3ShortRows;
-  return short_rows ? kWindowAlignment : element_size(p.dtype);
+  if (window_kernel(p) != WindowKernel::k4x4x4Channels3ShortRows) return element_size(p.dtype);
+  return p.W == kShortRow ? kWindowAlignment : 2 * element_size(p.dtype);
 }
 
 }  // namespace convnormpool

@@ -105,8 +105,9 @@ struct Lane {
 
   // Whether every lane has an output there, which the length of short rows tells.
   static CONVNORMPOOL_HOST_DEVICE constexpr bool full(int tile, int i) {
-    constexpr int kOutputs = kShortRow - Config::S + 1, kLastLane = Config::kDirect ? 24 : 6;
-    return Config::kRing && kLastLane + window_position(tile, i, Config::kDirect) < kOutputs;
+    constexpr int kLastLane = Config::kDirect ? 24 : 6;
+    return Config::kRing &&
+           kLastLane + window_position(tile, i, Config::kDirect) < Config::kLeastOutputs;
   }
 
   // d is the activated value less the pivot.

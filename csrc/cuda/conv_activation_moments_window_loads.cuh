@@ -62,7 +62,11 @@ struct Loader {
         row_stride(static_cast<int64_t>(sizeof(Raw)) * p.geometry.W),
         channel_stride(row_stride * p.geometry.H * p.geometry.D),
         plane_stride(row_stride * p.geometry.H) {
-    lane_bytes = static_cast<uint32_t>(lane) * (Config::kRing ? 16 : sizeof(Raw));
+    if constexpr (Config::kNarrow) {
+      lane_bytes = static_cast<uint32_t>(lane / 16 * row_stride + lane % 16 * Config::kPairBytes);
+    } else {
+      lane_bytes = static_cast<uint32_t>(lane) * (Config::kRing ? 16 : sizeof(Raw));
+    }
   }
 
   // The piece after the one that is multiplied; behind the last of all its planes are read again.
@@ -129,12 +133,25 @@ __device__ __forceinline__ void load_plane(const Loader<Config>& from, const Win
   }
 }
 
-// A plane into the ring, or zeros if it is none of the input's.
+// A plane into the ring, or zeros if it is none of the input's. Columns from W on stay zero.
 template <class Config>
-__device__ __forceinline__ void copy_plane(const Loader<Config>& from, bool exists, int lane,
+__device__ __forceinline__ void copy_plane(const Loader<Config>& from, bool exists, int lane, int W,
                                            unsigned char* to) {
   constexpr int kChunks = Config::R * Config::kRowChunks;  // of a channel
-  if (kChunks == 32 || lane < kChunks) {
+  if constexpr (Config::kNarrow) {
+    static_assert(Config::R % 2 == 0, "two rows of a channel");
+    to += lane / 16 * Config::kRowBytes + lane % 16 * Config::kPairBytes;
+    if (lane % 16 * 2 < W) {
+#pragma unroll
+      for (int row = 0; row < Config::kRows; row += 2) {
+        cp_async<Config::kPairBytes>(to + row * Config::kRowBytes,
+                                     from.now.plane + from.lane_bytes +
+                                         row / Config::R * from.channel_stride +
+                                         row % Config::R * from.row_stride,
+                                     exists ? Config::kPairBytes : 0);
+      }
+    }
+  } else if (kChunks == 32 || lane < kChunks) {
     to += lane / Config::kRowChunks * Config::kRowBytes + lane % Config::kRowChunks * 16;
 #pragma unroll
     for (int channel = 0; channel < Config::C; ++channel) {
@@ -177,7 +194,7 @@ struct LoadedPlanes {
   __device__ __forceinline__ void load(uint32_t into) {
     if (!Inside) loader.enter_piece(p);
     if constexpr (Config::kRing) {
-      copy_plane(loader, Inside || loader.exists(p.geometry), lane, in_ring(into));
+      copy_plane(loader, Inside || loader.exists(p.geometry), lane, p.geometry.W, in_ring(into));
     } else {
       load_plane(loader, p.geometry, lane, raw);
     }

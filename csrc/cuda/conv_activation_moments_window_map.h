@@ -12,8 +12,9 @@
 
 namespace convnormpool {
 
-// Columns of the input that the kernel of short rows is made for.
-constexpr int32_t kShortRow = 32;
+// Columns of the input that the kernel of short rows is made for, and the least that its narrow
+// form takes.
+constexpr int32_t kShortRow = 32, kNarrowRow = 28;
 
 struct WindowGeometry {
   int32_t D, H, W;

@@ -31,10 +31,12 @@ struct WindowParameters {
 
 // General: any padding, row length and alignment. Without it pad_h = pad_w = 0, W is kShortRow, x
 // is aligned to 16 bytes, and no load is masked. Tiles: tiles of 8 outputs of a segment, even, 4 at
-// most. Blocks: resident on an SM at once, 0 for a guess.
+// most. Blocks: resident on an SM at once, 0 for a guess. Narrow, without General: W is even, from
+// kNarrowRow to kShortRow, and x aligned to two elements.
 template <int T_, int R_, int S_, int C_, WindowOperand Operand, class Activation_, bool General,
-          int Tiles = 4, int Blocks = 0>
+          int Tiles = 4, int Blocks = 0, bool Narrow = false>
 struct WindowConfig {
+  static_assert(!(General && Narrow), "rows are short or of any length");
   static constexpr int T = T_, R = R_, S = S_, C = C_;
   static constexpr WindowOperand kOperand = Operand;
   static constexpr bool kGeneral = General;
@@ -68,6 +70,10 @@ struct WindowConfig {
   static constexpr int kRowBytes = kDirect ? 96 : kShortRow * static_cast<int>(sizeof(Raw));
   static constexpr int kRawBytes = kRows * kRowBytes;
   static constexpr int kRowChunks = kShortRow * static_cast<int>(sizeof(Raw)) / 16;
+  // Narrow rows are copied two at a time, each by 16 lanes, an aligned pair of elements a lane.
+  static constexpr bool kNarrow = Narrow;
+  static constexpr int kPairBytes = 2 * static_cast<int>(sizeof(Raw));
+  static constexpr int kLeastOutputs = (kNarrow ? kNarrowRow : kShortRow) - S + 1;
   static_assert(General || (R == 4 && S == 4 && Tiles == 4), "short rows are for one filter");
   // The planes loaded ahead are of this piece and the next one.
   static_assert(T >= (kRing ? 4 : 2), "a piece has as many planes as are loaded ahead");

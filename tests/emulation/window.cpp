@@ -146,6 +146,7 @@ void test(Shape s, std::mt19937_64& random, const char* note = "", int slab_plan
 }
 
 using Short = Kernel<4, 4, 4, 3, false>;
+using Narrow = WindowConfig<4, 4, 4, 3, kOperand, HardswishFn, false, 4, 0, true>;
 using General = Kernel<4, 4, 4, 3, true>;
 using Small = Kernel<3, 3, 3, 1, true>;
 
@@ -200,6 +201,8 @@ int main() {
   test<Short>({2, 0, 5, 4, 32, 16, 0, 0, 0}, random, "fewer output planes than taps");
   test<Short>({3, 0, 1, 4, 32, 16, 0, 0, 0, 3, 0, 0}, random, "one input plane");
   test<Short>({1, 0, 12, 4, 32, 16, 0, 0, 0, 2, 0, 0}, random, "slabs of short rows", 5);
+  test<Narrow>({2, 0, 6, 4, 28, 24, 0, 0, 0}, random, "narrow rows");
+  test<Narrow>({1, 0, 5, 5, 30, 7, 0, 0, 0, 1, 0, 0}, random, "narrow rows");
   test<General>({2, 0, 6, 5, 29, 24, 0, 0, 0}, random);
   test<General>({1, 0, 5, 5, 31, 7, 0, 0, 0, 3, 3, 3}, random, "full padding");
   test<General>({1, 0, 8, 4, 64, 16, 0, 0, 0, 1, 0, 2}, random, "slabs", 3);
