@@ -63,6 +63,8 @@ WINDOWS = (
     Case("wide", (3, 3, 6, 9, 96), 257, (4, 4, 4), padding=(0, 1, 3)),
     Case("no_bias", (4, 3, 11, 12, 64), 16, (4, 4, 4), padding=(1, 0, 2), bias=False),
     Case("odd_rows", (4, 3, 7, 9, 29), 16, (4, 4, 4)),
+    Case("rows_28", (5, 3, 6, 8, 28), 16, (4, 4, 4), padding=(1, 0, 0)),
+    Case("rows_30", (3, 3, 8, 7, 30), 24, (4, 4, 4), activation="gelu"),
     Case("pairs", (4, 3, 7, 9, 36), 16, (4, 4, 4), activation="silu"),
     Case("one_channel", (257, 1, 6, 11, 24), 16, (3, 3, 3), padding=(1, 1, 1)),
     Case("one_channel_wide", (3, 1, 12, 20, 48), 32, (3, 3, 3), activation="mish"),

@@ -125,6 +125,15 @@ def pieces(case: Case, dtype: str) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("width", [27, 28, 30, 31, 32, 34])
+def test_portable_alignment(width: int, dtype: str) -> None:
+    """What x must be aligned to: 16 bytes for short rows of 32, a pair of elements for shorter."""
+    found = ask(Case("row", (3, 3, 6, 7, width), 16, (4, 4, 4)), AMPERE, dtype=dtype)
+    expected = {32: 16, 30: 2 * SIZES[dtype], 28: 2 * SIZES[dtype]}.get(width, SIZES[dtype])
+    assert found.path.name == "fused" and found.alignment == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
 def test_hopper_kernel(case: Case, dtype: str) -> None:
     """Compute capability 9.0 has its own kernel, in builds with code for it."""
