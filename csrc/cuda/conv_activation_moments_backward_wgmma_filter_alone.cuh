@@ -268,27 +268,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     conv_activation_moments_backward_wgmma_filter_alone(const WgmmaBothParams p,
                                                         const __grid_constant__ TensorMap map) {
   unsigned char* shared = dynamic_shared_memory();
-  const uint32_t base = shared_address(shared);
-  grid_dependency_launch();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Config::kWarpgroups * Config::kStages; ++i) {
-      mbarrier_init(base + uint32_t(Config::kBarrierOffset + 8 * i), 1);
-    }
-  }
-  if (threadIdx.x < 64) {
-    reinterpret_cast<uint32_t*>(shared + Config::kZeroOffset)[threadIdx.x] = 0u;
-  }
-  fence_proxy_async();
-  __syncthreads();
-  grid_dependency_wait();
-
+  wgmma_input_begin<Config>(shared);
   const int group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
   WgmmaInputRing<Config> ring(p, &map, group);
-  wgmma_input_exponents<Config>(p, 16 * p.first_tile, shared);
-  wgmma_input_weights<Config>(p, 16 * p.first_tile, shared);
-  wgmma_input_resets<Config>(p, 16 * p.first_tile, shared);
-  fence_proxy_async();
-  __syncthreads();
+  wgmma_input_stage<Config>(p, shared);
 
   WgmmaFilterAlone<Config> sweep(ring, p);
   sweep.run();

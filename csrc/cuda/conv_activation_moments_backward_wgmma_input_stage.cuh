@@ -132,6 +132,36 @@ __device__ __forceinline__ void wgmma_input_resets(const WgmmaInputParams& p, in
   reinterpret_cast<float*>(shared + Config::kResetOffset + copy * Config::kResetCopy)[i] = value;
 }
 
+// How all these kernels begin, before their rings do: with the barriers of the stages and zeros.
+// From here on they may read what the kernel before them has written.
+template <class Config>
+__device__ __forceinline__ void wgmma_input_begin(unsigned char* shared) {
+  const uint32_t base = shared_address(shared);
+  grid_dependency_launch();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Config::kWarpgroups * Config::kStages; ++i) {
+      mbarrier_init(base + uint32_t(Config::kBarrierOffset + 8 * i), 1);
+    }
+  }
+  if (threadIdx.x < 64) {
+    reinterpret_cast<uint32_t*>(shared + Config::kZeroOffset)[threadIdx.x] = 0u;
+  }
+  fence_proxy_async();
+  __syncthreads();
+  grid_dependency_wait();
+}
+
+// And after: with what all planes are multiplied by.
+template <class Config>
+__device__ __forceinline__ void wgmma_input_stage(const WgmmaInputParams& p,
+                                                  unsigned char* shared) {
+  wgmma_input_exponents<Config>(p, 16 * p.first_tile, shared);
+  wgmma_input_weights<Config>(p, 16 * p.first_tile, shared);
+  wgmma_input_resets<Config>(p, 16 * p.first_tile, shared);
+  fence_proxy_async();
+  __syncthreads();
+}
+
 // The ring of one warpgroup: kStages planes of its quads in shared memory. After each few planes
 // all their stages are filled again at once, each by another warp, with the planes kStages later.
 template <class Config>

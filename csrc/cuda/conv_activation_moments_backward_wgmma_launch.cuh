@@ -45,8 +45,8 @@ auto dispatch_wgmma_filter(const Problem& p, F&& f) {
   return f(WgmmaFilterExtents<3, 3>{});
 }
 
-// What was fastest on an H200 for hardswish and a 4x4x4 filter (benchmarks/NOTES.md); the others
-// follow it, not timed.
+// What was fastest on an H200 for hardswish and a 4x4x4 filter (benchmarks/NOTES.md), which
+// operands of one part now leave to another kernel; the others follow it, not timed.
 template <WgmmaOperand kOperand, int C, int kExtent>
 using WgmmaFilterChoice =
     WgmmaFilterConfig<kOperand, C, kExtent, kExtent, kExtent,

@@ -8,7 +8,7 @@
 #include "ptx_hopper.cuh"
 
 #include "cuda/conv_activation_moments_backward_wgmma_both.cuh"
-#include "backward_check.h"
+#include "wgmma_backward_check.h"
 #include "wgmma_check.h"
 // clang-format on
 
@@ -97,47 +97,17 @@ void test(Shape s, std::mt19937_64& random, const char* note = "", int most_plan
   }
 }
 
-// Scales of x and the gradients: of everything, of samples against each other, and of planes.
 void test_range(std::mt19937_64& random) {
   const Shape s{3, 1, 4, 3, 16, 16, 3, 3, 3, 1, 0, 1};
-  const auto scaled = [&](const char* note, const auto& scale_x, const auto& scale_gradient) {
-    Data d = Check::make_data(s, random, kHardswish, 1.0);
-    const size_t sample = d.x.size() / size_t(s.N);
-    for (size_t i = 0; i < d.x.size(); ++i) {
-      d.x[i] = Element(float(d.x[i]) * scale_x(i / sample, i % sample / size_t(s.H * s.W)));
-    }
-    for (size_t i = 0; i < d.mean.size(); ++i) {
-      d.mean[i] *= scale_x(i / size_t(s.K), size_t(0));
-      const float factor = scale_gradient(i / size_t(s.K));
-      d.grad_mean[i] *= factor, d.grad_m2[i] *= factor;
-    }
+  check::for_ranges<Check>(s, random, [&](const char* note, const Data& d) {
     test<3, 3, 3, 1>(s, random, note, 16, kHardswish, d);
-  };
-  const auto one = [](auto...) { return 1.0f; };
-  scaled("no gradients", one, [](size_t) { return 0.0f; });
-  scaled("falling gradients", one, [](size_t n) { return std::ldexp(1.0f, -8 * int(n)); });
-  if (!std::is_same_v<Element, float>) return;
-  scaled("tiny gradients", one, [](size_t) { return 1e-25f; });
-  scaled("very different gradients", one, [](size_t n) { return n % 2 ? 1e-20f : 1e12f; });
-  scaled(
-      "growing samples", [](size_t n, size_t) { return std::ldexp(1.0f, 8 * int(n) - 12); },
-      [](size_t n) { return std::ldexp(1.0f, -8 * int(n)); });
-  scaled("growing planes", [](size_t, size_t d) { return std::ldexp(1.0f, 6 * int(d) - 12); }, one);
-  scaled("falling planes", [](size_t, size_t d) { return std::ldexp(1.0f, 12 - 6 * int(d)); }, one);
-  scaled("planes of zeros", [](size_t n, size_t d) { return d < 3 || n == 1 ? 0.f : 1.f; }, one);
+  });
 }
 
-// All outputs of a channel alike: M2 says nothing about how large dy can be.
 void test_alike(std::mt19937_64& random) {
   const Shape s{2, 1, 3, 3, 16, 16, 3, 3, 3};
-  Data d = Check::make_data(s, random, kHardswish, 1.0);
-  for (auto& w : d.w) w = Element(0.0f);
-  for (size_t i = 0; i < d.bias.size(); ++i) d.bias[i] = Element(float(i) - 8.5f);
-  for (size_t i = 0; i < d.mean.size(); ++i) {
-    d.mean[i] = float(check::activate(kHardswish, double(i % size_t(s.K)) - 8.5));
-    d.grad_mean[i] = 0;
-  }
-  test<3, 3, 3, 1>(s, random, "all outputs alike", 16, kHardswish, d);
+  test<3, 3, 3, 1>(s, random, "all outputs alike", 16, kHardswish,
+                   check::outputs_alike<Check>(s, random));
 }
 
 // A sample that is not finite makes no number that looks like one, and leaves the others' dx alone;
