@@ -21,8 +21,8 @@ void launch_merge(const Pieces& pieces, float* mean, float* m2, const NormPool* 
                   cudaStream_t stream) {
   const int64_t N = pieces.samples(), K = pieces.channels();
   const int tiles = merge_tiles(pieces);
-  // In one launch, unless a sample has more tiles than a block can merge at once.
-  if (norm != nullptr && tiles <= merge_most_units<Pieces>()) {
+  // In one launch, unless a sample has too many tiles for a block.
+  if (norm != nullptr && tiles <= Pieces::kMostRounds * merge_most_units<Pieces>()) {
     const MergeBlock block = merge_block(pieces, sm_count);
     launch_dependent(merge_norm_pool_kernel<Pieces>,
                      linear_grid((N + block.samples - 1) / block.samples),

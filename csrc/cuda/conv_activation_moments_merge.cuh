@@ -1,13 +1,14 @@
 // What follows the fused convolution: the merge of each sample's pieces, alone or with the
 // normalisation behind it. Templates over the kind of pieces, which says how they are merged:
 //
-//   kThreads      threads, a unit, that merge 16 channels of a sample
+//   kThreads      threads, a unit, that merge kChannels channels of a sample
 //   kScratch      doubles of shared memory of a unit
 //   kLeastUnits   of a block
+//   kMostRounds   in which a block merges a sample, if it normalises it, too
 //   samples(), channels()
-//   merge(sample, k, thread, scratch)   (mean, M2) of channel k in the unit's first 16 threads,
-//                 where k is that of channel `thread % 16`, or the last one; all threads of the
-//                 block call it, which may synchronise them
+//   merge(sample, k, thread, scratch)   (mean, M2) of channel k in the unit's first kChannels
+//                 threads, where k is that of channel `thread % kChannels`, or the last one; all
+//                 threads of the block call it, which may synchronise them
 //
 // Both kernels write the same bits, and may be programmatic dependent launches.
 #pragma once
@@ -22,7 +23,6 @@
 
 namespace convnormpool {
 
-constexpr int kMergeChannels = 16;  // of a unit
 constexpr int kMergeMostThreads = 1024;
 
 template <class Pieces>
@@ -31,7 +31,7 @@ constexpr int merge_most_units() {
 }
 template <class Pieces>
 CONVNORMPOOL_HOST_DEVICE int merge_tiles(const Pieces& pieces) {
-  return (pieces.channels() + kMergeChannels - 1) / kMergeChannels;
+  return (pieces.channels() + Pieces::kChannels - 1) / Pieces::kChannels;
 }
 
 // Samples and units of a block of merge_norm_pool_kernel. While an SM has one block at most, it
@@ -82,10 +82,10 @@ __device__ __forceinline__ void merge_tile(const Pieces& pieces, int64_t sample,
     scratch = reinterpret_cast<double*>(dynamic_shared_memory()) + unit * Pieces::kScratch;
   }
   const int K = pieces.channels();
-  const int k = tile * kMergeChannels + thread % kMergeChannels;
+  const int k = tile * Pieces::kChannels + thread % Pieces::kChannels;
   const float2 merged =
       pieces.merge(exists ? sample : int64_t{0}, exists ? min(k, K - 1) : 0, thread, scratch);
-  if (!exists || thread >= kMergeChannels || k >= K) return;
+  if (!exists || thread >= Pieces::kChannels || k >= K) return;
   mean[sample * K + k] = merged.x;
   m2[sample * K + k] = merged.y;
 }
@@ -111,9 +111,10 @@ __global__ void __launch_bounds__(kMergeMostThreads)
   grid_dependency_launch();
   grid_dependency_wait();
   const GroupNormPool& p = norm.p;
+  const int thread = static_cast<int>(threadIdx.x);
   const int tiles = merge_tiles(pieces);
   const int units = static_cast<int>(blockDim.x) / Pieces::kThreads;
-  const int unit = static_cast<int>(threadIdx.x) / Pieces::kThreads;
+  const int unit = thread / Pieces::kThreads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * block_samples;
   const int64_t end = min(first + block_samples, pieces.samples());
   for (int start = 0; start < block_samples * tiles; start += units) {
@@ -123,11 +124,11 @@ __global__ void __launch_bounds__(kMergeMostThreads)
     __syncthreads();
   }
   // The block reads back what its threads wrote.
-  const int thread = static_cast<int>(threadIdx.x), lanes = 1 << p.lanes_log2;
-  const int at_once = static_cast<int>(blockDim.x) >> p.lanes_log2;
-  for (int64_t start = first * p.groups; start < end * p.groups; start += at_once) {
-    const int64_t index = start + (thread >> p.lanes_log2);
-    normalise_group(norm, {index, thread & (lanes - 1), index < end * p.groups});
+  const int lanes = 1 << p.lanes_log2, at_once = static_cast<int>(blockDim.x) >> p.lanes_log2;
+  const int groups = static_cast<int>(p.groups), count = static_cast<int>(end - first) * groups;
+  for (int start = 0; start < count; start += at_once) {
+    const int i = start + (thread >> p.lanes_log2);
+    normalise_group<true>(norm, {first * groups + i, i % groups, thread & (lanes - 1), i < count});
   }
 }
 

@@ -51,23 +51,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   unsigned char* shared = dynamic_shared_memory();
   const uint32_t base = shared_address(shared);
   const int first_channel = int(blockIdx.y) * 16;
+  grid_dependency_wait();
   grid_dependency_launch();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Config::kWarpgroups * Config::kStages; ++i) {
-      mbarrier_init(base + uint32_t(Config::kBarrierOffset + 8 * i), 1);
+  const WgmmaWeights<Config> weights(p, first_channel);
+  const int group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
+  if (thread_index_anew() % 128 == 0) {
+    for (int i = 0; i < Config::kStages; ++i) {
+      mbarrier_init(base + uint32_t(Config::kBarrierOffset + 8 * (group * Config::kStages + i)), 1);
     }
   }
   fence_proxy_async();
-  __syncthreads();
-
-  const int group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
   WgmmaRing<Config> ring(p, &quad_map, &rest_map, group);
 
   if (threadIdx.x < 64) {
     reinterpret_cast<uint32_t*>(shared + Config::kZeroOffset)[threadIdx.x] = 0u;
   }
   wgmma_stage_resets<Config>(p, first_channel, shared);
-  wgmma_stage_weights<Config>(p, first_channel, shared);
+  wgmma_stage_weights<Config>(weights, shared);
   fence_proxy_async();
   __syncthreads();
 

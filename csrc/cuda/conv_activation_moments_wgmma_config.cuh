@@ -2,7 +2,11 @@
 // conv_activation_moments_wgmma.cuh.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "cuda/common/ptx_hopper.cuh"
 #include "cuda/conv_activation_moments_wgmma_plan.h"
@@ -40,7 +44,9 @@ struct WgmmaConfig {
   static constexpr int kParts = kSplit ? 2 : 1;  // of an operand
   static constexpr WgmmaType kType =
       kOperand == WgmmaOperand::kBFloat16 ? WgmmaType::kBf16 : WgmmaType::kF16;
-  static constexpr int kElementBytes = kFloat ? 4 : 2;
+  using Element = std::conditional_t<
+      kFloat, float, std::conditional_t<kOperand == WgmmaOperand::kFloat16, __half, __nv_bfloat16>>;
+  static constexpr int kElementBytes = sizeof(Element);
   // Elements of a staged row: 35 are needed. The pitch keeps window loads free of bank conflicts.
   static constexpr int kColumns = kFloat ? 36 : 48;
   static constexpr int kPitch = kColumns * kElementBytes;
@@ -69,10 +75,10 @@ struct WgmmaConfig {
   static constexpr int kPlaceOffset = 512;
   static constexpr int kZeroOffset = 768;
   static constexpr int kWeightOffset = 1024;
-  // Sums of the last item and, before there are any, float32 weights as they are in memory.
+  // Sums of the last item and, before there are any, the weights as they are in memory.
   static constexpr int kKeptOffset = kWeightOffset + kWeightBytes;
   static constexpr int kRawPitch = (kC * kT * kR * kS) | 1;
-  static constexpr int kRawBytes = kFloat ? (16 * kRawPitch * 4 + 127) / 128 * 128 : 0;
+  static constexpr int kRawBytes = (16 * kRawPitch * 4 + 127) / 128 * 128;
   static constexpr int kStageOffset =
       kKeptOffset + (48 * kThreads > kRawBytes ? 48 * kThreads : kRawBytes);
   static_assert(kWarpgroups * kStages * 8 <= kExponentOffset, "barriers");

@@ -68,9 +68,10 @@ void launch_wgmma_kernel(const WgmmaLaunch& launch, const Act& activation) {
   p.x = launch.x, p.w = launch.w, p.b = launch.bias, p.partials = launch.partials;
   const int blocks = std::min(p.items, launch.sm_count), tiles = (p.K + 15) / 16;
   wgmma_deal(p, blocks);
-  kernel<<<dim3(unsigned(blocks), unsigned(tiles)), Config::kThreads, wgmma_shared_bytes<Config>(p),
-           launch.stream>>>(p, wgmma_tensor_map<Config>(launch.problem, p, false),
-                            wgmma_tensor_map<Config>(launch.problem, p, true), activation);
+  launch_dependent(kernel, dim3(unsigned(blocks), unsigned(tiles)), Config::kThreads,
+                   wgmma_shared_bytes<Config>(p), launch.stream, p,
+                   wgmma_tensor_map<Config>(launch.problem, p, false),
+                   wgmma_tensor_map<Config>(launch.problem, p, true), activation);
   check_launch("conv_activation_moments_wgmma", {p.N, Config::kC, p.D, p.H, p.W, p.K});
 }
 

@@ -14,13 +14,14 @@
 namespace convnormpool {
 
 // The pieces of all samples as merge_pieces_kernel takes them (conv_activation_moments_merge.cuh).
-// Two lanes merge a channel, each every other piece, in order. Mean first, then M2 about it, in
-// float64.
+// Eight lanes merge a channel, each every eighth piece, in order. Mean first, then M2 about it, in
+// float64. One piece of code for both: it runs once, and to fetch it takes longer than to run it.
 struct WgmmaPieces {
   static constexpr int kThreads = kWarpThreads;
+  static constexpr int kChannels = 4, kLanes = kThreads / kChannels;
   static constexpr int kScratch = 0;
-  static constexpr int kLeastUnits = 4;
-  static constexpr int kAtOnce = 16;
+  static constexpr int kLeastUnits = 4, kMostRounds = 4;
+  static constexpr int kAtOnce = 4;
 
   const float2* partials;  // (N, pieces, K)
   int N, K, Z, P, Q;
@@ -30,28 +31,44 @@ struct WgmmaPieces {
   CONVNORMPOOL_HOST_DEVICE int channels() const { return K; }
 
   __device__ __forceinline__ float2 merge(int64_t sample, int k, int lane, double*) const {
-    const int first = lane / kMergeChannels, pieces = P * column_tiles;
-    const float2* const from = partials + sample * pieces * K + k;
-    // The columns of every other piece from the first on, by its place among a row's.
-    const int begin = min(first, column_tiles - 1), step = column_tiles > 2 ? 2 : 0;
-    const auto next_columns = [&](int& tile) {
-      const double columns = wgmma_tile_columns(Q, first_column, tile);
-      tile += step;
-      if (tile >= column_tiles) tile -= column_tiles;
-      return columns;
-    };
+    const int first = lane / kChannels, pieces = P * column_tiles;
+    const int first_tile = first % column_tiles, tile_step = kLanes % column_tiles;
+    const float2* const from = partials + (sample * pieces + first) * K + k;
     double mean = 0, m2 = 0;
-    int tile = begin;
-    for_pieces<kAtOnce>(from, K, first, 2, pieces, [&](int, const float2& piece) {
-      mean = fma(next_columns(tile), double(piece.x), mean);
-    });
-    mean = strided_lanes_sum(mean, kMergeChannels) / (double(P) * double(Q));
-    tile = begin;
-    for_pieces<kAtOnce>(from, K, first, 2, pieces, [&](int, const float2& piece) {
-      const double delta = double(piece.x) - mean;
-      m2 += fma(next_columns(tile) * double(Z) * delta, delta, double(piece.y));
-    });
-    m2 = strided_lanes_sum(m2, kMergeChannels);
+    float2 loaded[kAtOnce];
+    double columns[kAtOnce];
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+      const float2* at = from;
+      int tile = first_tile;
+      double sum = 0;
+#pragma unroll 1
+      for (int piece = first; piece < pieces; piece += kAtOnce * kLanes) {
+        if (pass == 0 || pieces > kAtOnce * kLanes) {
+#pragma unroll
+          for (int j = 0; j < kAtOnce; ++j) {
+            const bool exists = piece + j * kLanes < pieces;
+            loaded[j] = exists ? *at : make_float2(0.f, 0.f);
+            columns[j] = exists ? double(wgmma_tile_columns(Q, first_column, tile)) : 0.;
+            at += kLanes * K;
+            tile += tile_step;
+            if (tile >= column_tiles) tile -= column_tiles;
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const double x = loaded[j].x;
+          if (pass == 0) {
+            sum = fma(columns[j], x, sum);
+          } else {
+            const double delta = x - mean;
+            sum += fma(columns[j] * double(Z) * delta, delta, double(loaded[j].y));
+          }
+        }
+      }
+      m2 = strided_lanes_sum(sum, kChannels);
+      if (pass == 0) mean = m2 / (double(P) * double(Q));
+    }
     // An M2 that leaves float32's range is NaN, as one that left it earlier.
     return make_float2(float(mean), m2 <= double(FLT_MAX) ? float(m2) : __int_as_float(0x7FFFFFFF));
   }

@@ -5,7 +5,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstring>
+
 #include "cuda/common/ptx_hopper.cuh"
+#include "cuda/common/reduce.cuh"
 #include "cuda/conv_activation_moments_wgmma_config.cuh"
 
 namespace convnormpool {
@@ -72,18 +75,18 @@ __device__ __forceinline__ float wgmma_weight(const void* w, size_t i) {
 }
 
 // The exponents, at most kMost, by which the float32 weights of 16 channels are scaled: the largest
-// of each comes to [2^14, 2^15). weight(k, i) is tap i of channel k. Ends with a barrier of the
-// block.
+// of each comes to [2^14, 2^15). weight(k, i) is tap i of channel k; 16 lanes take a channel. Ends
+// with a barrier of the block.
 template <class Config, int kMost, class Weight>
 __device__ __forceinline__ void wgmma_weight_exponents(const Weight& weight, int* exponents) {
-  constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
-  for (int k = int(threadIdx.x) / 32; k < 16; k += Config::kThreads / 32) {
-    uint32_t amax = 0;
-    for (int i = int(threadIdx.x) % 32; i < kTaps; i += 32) {
-      amax = max(amax, __float_as_uint(fabsf(weight(k, i))));
+  constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS, kLanes = 16;
+  for (int k = int(threadIdx.x) / kLanes; k < 16; k += Config::kThreads / kLanes) {
+    uint32_t largest = 0;
+    for (int i = int(threadIdx.x) % kLanes; i < kTaps; i += kLanes) {
+      largest = max(largest, __float_as_uint(fabsf(weight(k, i))));
     }
-    amax = __reduce_max_sync(~0u, amax);
-    if (threadIdx.x % 32 == 0) exponents[k] = min(141 - wgmma_exponent_field(amax), kMost);
+    largest = lanes_max(largest, kLanes);
+    if (threadIdx.x % kLanes == 0) exponents[k] = min(141 - wgmma_exponent_field(largest), kMost);
   }
   __syncthreads();
 }
@@ -100,70 +103,92 @@ struct WgmmaWeightInMemory {
   }
 };
 
-// Writes the B operand of channels first .. first + 15; zeros where there is no tap or channel.
+// The weights of channels first .. first + 15, on their way from memory: begun before anything else
+// that a block prepares, since nothing takes as long.
 template <class Config>
-__device__ void wgmma_stage_weights(const WgmmaParams& p, int first, unsigned char* shared) {
-  constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
-  // float32, which is read twice: all of them with one wait for memory.
-  constexpr int kPitch = Config::kRawPitch;
-  float* const raw = reinterpret_cast<float*>(shared + Config::kKeptOffset);
-  int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
-  if constexpr (Config::kFloat) {
+struct WgmmaWeights {
+  static constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
+  static constexpr int kLoads = (16 * kTaps + Config::kThreads - 1) / Config::kThreads;
+
+  using Element = typename Config::Element;
+
+  Element values[kLoads];
+
+  __device__ __forceinline__ WgmmaWeights(const WgmmaParams& p, int first) {
     const int exist = min(p.K - first, 16) * kTaps;
-    const float* const from = static_cast<const float*>(p.w) + size_t(first) * kTaps;
-    constexpr int kLoads = (16 * kTaps + Config::kThreads - 1) / Config::kThreads;
-    float values[kLoads];
+    const Element* const from = static_cast<const Element*>(p.w) + int64_t(first) * kTaps;
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       const int i = j * Config::kThreads + int(threadIdx.x);
-      values[j] = i < exist ? from[i] : 0.f;
+      values[j] = i < exist ? from[i] : Element(0.f);
     }
+  }
+
+  // To `raw`, channels kRawPitch apart.
+  __device__ __forceinline__ void store(float* raw) const {
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       const int i = j * Config::kThreads + int(threadIdx.x);
-      if (i < 16 * kTaps) raw[i / kTaps * kPitch + i % kTaps] = values[j];
+      if (i < 16 * kTaps) raw[i / kTaps * Config::kRawPitch + i % kTaps] = float(values[j]);
     }
-    __syncthreads();
+  }
+};
+
+// A word of operands B: the weights of two neighbouring slots, and kSplit: what is left of them.
+template <class Config>
+__device__ __forceinline__ void wgmma_weight_pair(const float (&w)[2], uint32_t& high,
+                                                  uint32_t& low) {
+  if constexpr (Config::kOperand == WgmmaOperand::kBFloat16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(w[0], w[1]);
+    memcpy(&high, &pair, 4);
+  } else {
+    const __half2 pair = __floats2half2_rn(w[0], w[1]);
+    memcpy(&high, &pair, 4);
+    if constexpr (Config::kSplit) {
+      const float2 back = __half22float2(pair);
+      const __half2 rest = __floats2half2_rn(w[0] - back.x, w[1] - back.y);
+      memcpy(&low, &rest, 4);
+    }
+  }
+}
+
+// Writes the B operand of channels first .. first + 15; zeros where there is no tap or channel. The
+// loop is hardly unrolled: it runs once, and fetching its code would take longer than running it.
+template <class Config>
+__device__ __forceinline__ void wgmma_stage_weights(const WgmmaWeights<Config>& weights,
+                                                    unsigned char* shared) {
+  constexpr int kPitch = Config::kRawPitch, kT = Config::kT, kC = Config::kC;
+  float* const raw = reinterpret_cast<float*>(shared + Config::kKeptOffset);
+  int* const exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
+  weights.store(raw);
+  __syncthreads();
+  if constexpr (Config::kFloat) {
     wgmma_weight_exponents<Config, 127>([&](int k, int i) { return raw[k * kPitch + i]; },
                                         exponents);
   }
-  constexpr int kDepth = 16, kT = Config::kT, kC = Config::kC;
-  constexpr int kWeights = kC * kDepth * kT * 16;
+  constexpr int kPairs = kC * kT * 8 * 16;
+#pragma unroll 2
+  for (int i = int(threadIdx.x); i < kPairs; i += Config::kThreads) {
+    const int k = i % 16, slot = i / 16 % 8 * 2, kd = i / 128 % kT, ci = i / (128 * kT);
+    const int kh = slot % 8 / 2, kw = slot / 8 * 2;
+    const float scale = Config::kFloat ? wgmma_power_of_two(exponents[k]) : 1.f;
+    const float* const tap =
+        raw + k * kPitch + ((ci * kT + kd) * Config::kR + kh) * Config::kS + kw;
+    float w[2];
 #pragma unroll
-  for (int first_weight = 0; first_weight < kWeights; first_weight += Config::kThreads) {
-    const int i = first_weight + int(threadIdx.x);
-    if (i >= kWeights) break;
-    const int k = i % 16, slot = i / 16 % kDepth, kd = i / (16 * kDepth) % kT;
-    const int ci = i / (16 * kDepth * kT);
-    const int kh = slot % 8 / 2, kw = slot / 8 * 2 + slot % 2;
-    float value = 0.f;
-    if (kh < Config::kR && kw < Config::kS && first + k < p.K) {
-      const int tap = ((ci * kT + kd) * Config::kR + kh) * Config::kS + kw;
-      if constexpr (Config::kFloat) {
-        value = raw[k * kPitch + tap];
-      } else {
-        value = wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + tap);
-      }
+    for (int j = 0; j < 2; ++j) {
+      w[j] = kh < Config::kR && kw + j < Config::kS ? tap[j] * scale : 0.f;
     }
-    unsigned char* to = shared + Config::kWeightOffset + ci * Config::kStepBytes +
-                        slot / 8 * Config::kDepthBytes + k / 8 * 128 + k % 8 * 16 + slot % 8 * 2;
+    uint32_t high, low = 0;
+    wgmma_weight_pair<Config>(w, high, low);
+    unsigned char* const to = shared + Config::kWeightOffset + ci * Config::kStepBytes +
+                              slot / 8 * Config::kDepthBytes + k / 8 * 128 + k % 8 * 16 +
+                              slot % 8 * 2;
     // Each kd has a second block kT on, but for the one that stands last.
-#pragma unroll
     for (int block = (kT - kd) % kT; block < Config::kBlocks; block += kT) {
-      unsigned char* const at = to + block * 256;
-      if constexpr (Config::kOperand == WgmmaOperand::kBFloat16) {
-        *reinterpret_cast<__nv_bfloat16*>(at) = __float2bfloat16_rn(value);
-      } else if constexpr (Config::kOperand == WgmmaOperand::kFloat16) {
-        *reinterpret_cast<__half*>(at) = __float2half_rn(value);
-      } else {
-        const float scaled = value * wgmma_power_of_two(exponents[k]);
-        const __half high = __float2half_rn(scaled);
-        *reinterpret_cast<__half*>(at) = high;
-        if constexpr (Config::kSplit) {
-          *reinterpret_cast<__half*>(at + kC * Config::kStepBytes) =
-              __float2half_rn(scaled - __half2float(high));
-        }
-      }
+      uint32_t* const at = reinterpret_cast<uint32_t*>(to + block * 256);
+      *at = high;
+      if constexpr (Config::kSplit) at[kC * Config::kStepBytes / 4] = low;
     }
   }
 }
@@ -194,17 +219,17 @@ struct WgmmaRing {
   uint32_t parities = 0;  // for wait_stage: a bit for each stage
   int item = 0;           // counts this warpgroup's items
 
-  // Called by all threads of the warpgroup.
+  // Called by all threads of the warpgroup; a barrier follows before one of them uses it.
   __device__ __forceinline__ WgmmaRing(const WgmmaParams& params, const TensorMap* quads,
                                        const TensorMap* rests, int g)
       : p(params), quad_map(quads), rest_map(rests), group(g) {
     if (threadIdx.x % 128 == 0 && exists(0)) {
       const WgmmaPlace at = wgmma_place(p, index(0));
       *place(0) = at;
+#pragma unroll 1
       for (int i = 0; i < Config::kStages; ++i) copy(at, i, i);
     }
     __syncwarp();
-    meet();
   }
 
   // The warpgroups take the items of their block in turn. Not kept: registers are short.

@@ -42,7 +42,7 @@ struct WgmmaSweep {
   __device__ __forceinline__ WgmmaSweep(WgmmaRing<Config>& r, const Act& activation)
       : ring(r), act(activation) {}
 
-  static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
+  static __device__ __forceinline__ int lane() { return int(threadIdx.x % 32); }
   static __device__ __forceinline__ int warp() { return int(threadIdx.x) % 128 / 32; }
 
   // Which of the item's samples this warp's row is from.

@@ -62,10 +62,10 @@ __device__ __forceinline__ float2 joint_moments(float count, float pivot, float 
 // The pieces of all samples as merge_pieces_kernel takes them (conv_activation_moments_merge.cuh).
 // 16 threads merge a channel: each takes every 16th piece, and a fixed tree joins what they have.
 struct WindowPieces {
-  static constexpr int kLanes = 16;  // of a channel
-  static constexpr int kThreads = kMergeChannels * kLanes;
+  static constexpr int kChannels = 16, kLanes = 16;  // lanes of a channel
+  static constexpr int kThreads = kChannels * kLanes;
   static constexpr int kScratch = 3 * kThreads;
-  static constexpr int kLeastUnits = 1;
+  static constexpr int kLeastUnits = 1, kMostRounds = 1;
 
   WindowGeometry geometry;
   const float2* partial;  // (N, pieces, K)
@@ -76,7 +76,7 @@ struct WindowPieces {
 
   __device__ __forceinline__ float2 merge(int64_t sample, int k, int thread,
                                           double* scratch) const {
-    // (kLanes, kMergeChannels) each
+    // (kLanes, kChannels) each
     double* const counts = scratch + thread;
     double *const firsts = counts + kThreads, *const seconds = firsts + kThreads;
     const int32_t pieces = window_pieces(geometry);
@@ -91,9 +91,9 @@ struct WindowPieces {
       first = fma(n, d, first);
       second += fma(n * d, d, static_cast<double>(moments.y));
     };
-    for_pieces<4>(p, geometry.K, thread / kMergeChannels, kLanes, pieces, add);
+    for_pieces<4>(p, geometry.K, thread / kChannels, kLanes, pieces, add);
     *counts = count, *firsts = first, *seconds = second;
-    for (int span = kThreads / 2; span >= kMergeChannels; span /= 2) {
+    for (int span = kThreads / 2; span >= kChannels; span /= 2) {
       __syncthreads();
       if (thread < span) {
         *counts += counts[span];

@@ -29,9 +29,9 @@ __global__ void __launch_bounds__(kGroupThreads)
   grid_dependency_wait();
   const GroupPlace place = group_place(p);
   const int lanes = 1 << p.lanes_log2;
-  const int64_t J = p.group_channels();
+  const int64_t J = p.group_channels;
   const int64_t base = place.index * J;
-  const int64_t first_channel = place.index % p.groups * J;
+  const int64_t first_channel = place.group * J;
   const int64_t mine = place.active ? J : 0;
   const GroupStatistics group = group_statistics(p, base, place.lane, place.active);
   double P = 0, Q = 0;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const int threads = blockDim.x;
   const int lane = thread & (lanes - 1);
   const int height = threads >> p.lanes_log2;
-  const int64_t J = p.group_channels();
+  const int64_t J = p.group_channels;
   for (int64_t group = blockIdx.y; group < p.groups; group += gridDim.y) {
     const int64_t in_group = static_cast<int64_t>(blockIdx.x) * lanes + lane;
     const int64_t channel = group * J + in_group;

@@ -27,8 +27,7 @@ struct GroupNormPool {
   double count;  // positions behind each mean
   double eps;
   int lanes_log2;
-
-  __device__ __forceinline__ int64_t group_channels() const { return channels / groups; }
+  int64_t group_channels;  // channels / groups, which takes long on the device
   __device__ __forceinline__ double weight_of(int64_t channel) const {
     return weight.data == nullptr ? 1.0 : load_element(weight, channel);
   }
@@ -38,23 +37,34 @@ struct GroupStatistics {
   double mean, rstd;
 };
 
+// An element of mean or m2: kFloat where they are known to be float32, else of the type they say.
+template <bool kFloat>
+__device__ __forceinline__ double load_statistic(const TypedPointer& p, int64_t index) {
+  if constexpr (kFloat) {
+    return static_cast<double>(static_cast<const float*>(p.data)[index]);
+  } else {
+    return load_element(p, index);
+  }
+}
+
 // Of the group whose first channel is element `base` of mean and m2, in each of its lanes. Every
 // lane of the warp calls this; one that is not `active` reads nothing.
+template <bool kFloat = false>
 __device__ __forceinline__ GroupStatistics group_statistics(const GroupNormPool& p, int64_t base,
                                                             int lane, bool active) {
   const int lanes = 1 << p.lanes_log2;
-  const int64_t J = active ? p.group_channels() : 0;
+  const int64_t J = active ? p.group_channels : 0;
   double sum = 0, inner = 0;
   for (int64_t j = lane; j < J; j += lanes) {
-    sum += load_element(p.mean, base + j);
-    inner += load_element(p.m2, base + j);
+    sum += load_statistic<kFloat>(p.mean, base + j);
+    inner += load_statistic<kFloat>(p.m2, base + j);
   }
   // A division, not a product with 1/J: equal means have exactly their value as mean.
-  const double divisor = static_cast<double>(p.group_channels());
+  const double divisor = static_cast<double>(p.group_channels);
   const double mean = lanes_sum(sum, lanes) / divisor;
   double outer = 0;
   for (int64_t j = lane; j < J; j += lanes) {
-    const double d = load_element(p.mean, base + j) - mean;
+    const double d = load_statistic<kFloat>(p.mean, base + j) - mean;
     outer = fma(d, d, outer);
   }
   const double variance =
@@ -64,9 +74,9 @@ __device__ __forceinline__ GroupStatistics group_statistics(const GroupNormPool&
   return {mean, rstd};
 }
 
-// Where a thread works: item `index` of N · groups, and its lane there.
+// Where a thread works: item `index` of N · groups, a group of its sample, and its lane there.
 struct GroupPlace {
-  int64_t index;
+  int64_t index, group;
   int lane;
   bool active;
 };
@@ -75,7 +85,7 @@ __device__ __forceinline__ GroupPlace group_place(const GroupNormPool& p) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kGroupThreads + threadIdx.x;
   const int64_t index = thread >> p.lanes_log2;
   const int lane = static_cast<int>(thread & ((1 << p.lanes_log2) - 1));
-  return {index, lane, index < p.samples * p.groups};
+  return {index, index % p.groups, lane, index < p.samples * p.groups};
 }
 
 // The normalisation, and what it writes.
@@ -86,21 +96,22 @@ struct NormPool {
   TypedPointer group_mean, group_rstd;  // (N, groups), or null: not wanted
 };
 
-// Every lane of the warp calls this.
+// Every lane of the warp calls this. kFloat as in load_statistic.
+template <bool kFloat = false>
 __device__ __forceinline__ void normalise_group(const NormPool& norm, const GroupPlace& place) {
   const GroupNormPool& p = norm.p;
-  const int64_t J = p.group_channels();
+  const int64_t J = p.group_channels;
   const int64_t base = place.index * J;
-  const GroupStatistics group = group_statistics(p, base, place.lane, place.active);
+  const GroupStatistics group = group_statistics<kFloat>(p, base, place.lane, place.active);
   if (!place.active) return;
   if (place.lane == 0 && norm.group_mean.data != nullptr) {
     store_element(norm.group_mean, place.index, group.mean);
     store_element(norm.group_rstd, place.index, group.rstd);
   }
-  const int64_t first_channel = place.index % p.groups * J;
+  const int64_t first_channel = place.group * J;
   for (int64_t j = place.lane; j < J; j += int64_t{1} << p.lanes_log2) {
     const int64_t channel = first_channel + j;
-    const double normalised = (load_element(p.mean, base + j) - group.mean) * group.rstd;
+    const double normalised = (load_statistic<kFloat>(p.mean, base + j) - group.mean) * group.rstd;
     const double shift = norm.bias.data == nullptr ? 0.0 : load_element(norm.bias, channel);
     store_element(norm.out, base + j, fma(p.weight_of(channel), normalised, shift));
   }

@@ -78,7 +78,7 @@ void run(const char* name, Pieces pieces, int groups, DType dtype, bool affine) 
     };
     NormPool norm{};
     norm.p = {typed(r.mean), typed(r.m2), {},   int64_t(N), int64_t(K),
-              groups,        positions,   1e-5, lanes_log2};
+              groups,        positions,   1e-5, lanes_log2, int64_t(K) / groups};
     if (affine) norm.p.weight = typed(weight), norm.bias = typed(bias);
     norm.out = {r.out.data(), dtype};
     return norm;
@@ -158,7 +158,7 @@ void not_finite(Pieces pieces) {
     std::vector<float> mean(2 * K), m2(mean), out(mean);
     const DType f = DType::kFloat32;
     NormPool norm{};
-    norm.p = {{mean.data(), f}, {m2.data(), f}, {}, 2, int64_t(K), 1, 100, 1e-5, 4};
+    norm.p = {{mean.data(), f}, {m2.data(), f}, {}, 2, int64_t(K), 1, 100, 1e-5, 4, int64_t(K)};
     norm.out = {out.data(), f};
     const MergeBlock block = merge_block(pieces, 1);
     emulate(dim3(blocks_of(pieces, block.samples)), dim3(unsigned(block.units * Pieces::kThreads)),

@@ -181,7 +181,7 @@ void test_group_norm(int64_t N, int64_t K, int64_t groups) {
   for (float& x : m2) x = 50 * std::fabs(normal(generator));
   const DType f = DType::kFloat32;
   const GroupNormPool p{typed(mean, f), typed(m2, f), typed(weight, f), N, K, groups,
-                        count,          eps,          ceil_log2(J, 5)};
+                        count,          eps,          ceil_log2(J, 5),  J};
   const dim3 grid(ceil_divide(N * groups, kGroupThreads >> p.lanes_log2));
   emulate(grid, dim3(kGroupThreads), 0, group_norm_pool_kernel,
           NormPool{p, typed(bias, f), typed(out, f), typed(group_mean, f), typed(group_rstd, f)});
