@@ -255,9 +255,9 @@ struct WgmmaBothFilter {
         (int64_t(p.first_tile) * gridDim.x + blockIdx.x) * Config::kWarpgroups + ring.group;
     // Where registers are short no address may wait in them from one call to the next.
     const bool anew = !Config::kInput && Config::kFloat;
-    const int thread = anew ? thread_index_anew() : int(threadIdx.x);
-    const int lane = thread % 32, warp = thread % 128 / 32;
-    const int kw = lane % 4, kd = warp;
+    const uint32_t thread = anew ? uint32_t(thread_index_anew()) : threadIdx.x;
+    const uint32_t lane = thread % 32, warp = thread % 128 / 32;
+    const uint32_t kw = lane % 4, kd = warp;
     float* const filter = p.filter_partial + at * 16 * Config::kTaps + lane / 4 * Config::kTaps +
                           kd * (Config::kR * Config::kS) + kw;
     // Two factors: the products' exponent may pass that of any float.

@@ -269,9 +269,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                                         const __grid_constant__ TensorMap map) {
   unsigned char* shared = dynamic_shared_memory();
   wgmma_input_begin<Config>(shared);
+  const WgmmaWeights<Config> weights(p, 16 * p.first_tile);
   const int group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
   WgmmaInputRing<Config> ring(p, &map, group);
-  wgmma_input_stage<Config>(p, shared);
+  wgmma_input_stage<Config>(p, weights, shared);
 
   WgmmaFilterAlone<Config> sweep(ring, p);
   sweep.run();

@@ -31,7 +31,8 @@ struct WgmmaInputConfig {
   static constexpr bool kBFloat16 = kOperand == WgmmaOperand::kBFloat16;
   static constexpr WgmmaType kType = kBFloat16 ? WgmmaType::kBf16 : WgmmaType::kF16;
   static constexpr int kParts = kSplit ? 2 : 1;
-  static constexpr int kElementBytes = kFloat ? 4 : 2;
+  using Element = WgmmaElement<kOperand>;
+  static constexpr int kElementBytes = sizeof(Element);
   // Elements of a staged row: 35 are needed. The pitch keeps window loads free of bank conflicts.
   static constexpr int kColumns = kFloat ? 36 : 48;
   static constexpr int kPitch = kColumns * kElementBytes;
@@ -81,6 +82,10 @@ struct WgmmaInputConfig {
   static constexpr int kBoxBytes = (kCopyBytes + 127) / 128 * 128;
   static constexpr int kStageBytes = kInput ? kBoxBytes : 2 * kBoxBytes;
   static constexpr int kCarryOffset = kStageOffset + kWarpgroups * kStages * kStageBytes;
+  // The weights as they are in memory, before there are sums or, without kInput, operands.
+  static constexpr int kRawOffset = kInput ? kSumOffset : kCarryOffset;
+  static_assert(!kInput || wgmma_raw_bytes(kC * kT * kR * kS) <= kStageOffset - kSumOffset,
+                "the weights");
   static_assert(kWarpgroups * kStages * 8 <= kExponentOffset, "barriers");
   static_assert(kWarpgroups * 32 <= kResetOffset + kResetCopy - kPlaceOffset,
                 "two places a warpgroup");

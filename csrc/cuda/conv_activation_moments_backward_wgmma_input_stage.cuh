@@ -49,28 +49,12 @@ __device__ __forceinline__ uint32_t wgmma_input_pack(float low, float high) {
   return bits;
 }
 
-// A value as operand, one part after another, each `part_bytes` on.
+// The common exponent of all 16 channels' weights, behind theirs, float32 only; else zeros for all.
 template <class Config>
-__device__ __forceinline__ void wgmma_store_parts(unsigned char* to, float value, int part_bytes) {
-  if constexpr (Config::kBFloat16) {
-    *reinterpret_cast<__nv_bfloat16*>(to) = __float2bfloat16_rn(value);
-  } else {
-    const __half high = __float2half_rn(value);
-    *reinterpret_cast<__half*>(to) = high;
-    if constexpr (Config::kSplit) {
-      *reinterpret_cast<__half*>(to + part_bytes) = __float2half_rn(value - __half2float(high));
-    }
-  }
-}
-
-// Exponents of the weights of channels first .. first + 15, float32 only: of each, and a common one
-// for all. The largest come to [2^14, 2^15).
-template <class Config>
-__device__ void wgmma_input_exponents(const WgmmaInputParams& p, int first, unsigned char* shared) {
-  int* exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
+__device__ __forceinline__ void wgmma_input_exponents(unsigned char* shared) {
+  int* const exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
   if constexpr (Config::kFloat) {
-    wgmma_weight_exponents<Config, 127>(WgmmaWeightInMemory<Config, WgmmaInputParams>{p, first},
-                                        exponents);
+    wgmma_weight_exponents<Config, 127>(shared);
     if (threadIdx.x < 32) {
       const int least = __reduce_min_sync(~0u, exponents[threadIdx.x % 16]);
       if (threadIdx.x == 0) exponents[16] = least;
@@ -81,39 +65,29 @@ __device__ void wgmma_input_exponents(const WgmmaInputParams& p, int first, unsi
   __syncthreads();
 }
 
-// Writes the B operands of channels first .. first + 15; zeros where there is no tap or channel.
+// Writes the B operand of the input's gradient; zeros where there is no tap.
 template <class Config>
-__device__ void wgmma_input_weights(const WgmmaInputParams& p, int first, unsigned char* shared) {
+__device__ __forceinline__ void wgmma_input_turned(unsigned char* shared) {
   constexpr int kC = Config::kC, kT = Config::kT, kR = Config::kR, kS = Config::kS;
-  constexpr int kTaps = kC * kT * kR * kS;
-  const int* exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset);
-  const auto load = [&](int k, int ci, int kd, int kh, int kw, int exponent) {
-    if (kh >= kR || kw >= kS || first + k >= p.K) return 0.f;
-    const int tap = ((ci * kT + kd) * kR + kh) * kS + kw;
-    const float value = wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + tap);
-    return Config::kFloat ? value * wgmma_power_of_two(exponent) : value;
-  };
-  for (int i = int(threadIdx.x); i < kC * 16 * kT * 16; i += Config::kThreads) {
-    const int k = i % 16, slot = i / 16 % 16, kd = i / 256 % kT, ci = i / (256 * kT);
-    const float value = load(k, ci, kd, slot % 8 / 2, slot / 8 * 2 + slot % 2, exponents[k]);
-    unsigned char* to = shared + Config::kWeightOffset + ci * Config::kStepBytes +
-                        slot / 8 * Config::kDepthBytes + k / 8 * 128 + k % 8 * 16 + slot % 8 * 2;
-    // Each kd has a second block kT on, but for the one that stands last.
-    for (int block = (kT - kd) % kT; block < Config::kBlocks; block += kT) {
-      wgmma_store_parts<Config>(to + block * 256, value, kC * Config::kStepBytes);
-    }
-  }
-  constexpr int kTurned = Config::kInput ? kT * kS * Config::kN * 16 : 0;
-  for (int i = int(threadIdx.x); i < kTurned; i += Config::kThreads) {
-    const int k = i % 16, n = i / 16 % Config::kN, kw = i / (16 * Config::kN) % kS;
-    const int phase = i / (16 * Config::kN * kS);
+  constexpr int kPairs = kT * kS * Config::kN * 8;
+  const int* const exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset);
+  const float scale = Config::kFloat ? wgmma_power_of_two(exponents[16]) : 1.f;
+#pragma unroll 1
+  for (int i = int(threadIdx.x); i < kPairs; i += Config::kThreads) {
+    const int k = i % 8 * 2, n = i / 8 % Config::kN, kw = i / (8 * Config::kN) % kS;
+    const int phase = i / (8 * Config::kN * kS);
     const int column = n / 8 * 2 + n % 2, slot = column / kC, ci = column % kC, kh = n % 8 / 2;
     const int kd = (slot - phase + kT) % kT;
-    const float value = slot < kT ? load(k, ci, kd, kh, kw, exponents[16]) : 0.f;
-    unsigned char* to = shared + Config::kTurnedOffset +
-                        (phase * kS + kw) * Config::kParts * Config::kTapBytes +
-                        k / 8 * (Config::kTapBytes / 2) + n * 16 + k % 8 * 2;
-    wgmma_store_parts<Config>(to, value, Config::kTapBytes);
+    float w[2] = {0.f, 0.f};
+    if (slot < kT && kh < kR) {
+      const int tap = ((ci * kT + kd) * kR + kh) * kS + kw;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) w[j] = WgmmaWeights<Config>::channel(shared, k + j)[tap] * scale;
+    }
+    unsigned char* const to = shared + Config::kTurnedOffset +
+                              (phase * kS + kw) * Config::kParts * Config::kTapBytes +
+                              k / 8 * (Config::kTapBytes / 2) + n * 16 + k % 8 * 2;
+    wgmma_store_weights<Config>(to, w[0], w[1], Config::kTapBytes);
   }
 }
 
@@ -154,10 +128,13 @@ __device__ __forceinline__ void wgmma_input_begin(unsigned char* shared) {
 // And after: with what all planes are multiplied by.
 template <class Config>
 __device__ __forceinline__ void wgmma_input_stage(const WgmmaInputParams& p,
+                                                  const WgmmaWeights<Config>& weights,
                                                   unsigned char* shared) {
-  wgmma_input_exponents<Config>(p, 16 * p.first_tile, shared);
-  wgmma_input_weights<Config>(p, 16 * p.first_tile, shared);
   wgmma_input_resets<Config>(p, 16 * p.first_tile, shared);
+  weights.store(shared);
+  wgmma_input_exponents<Config>(shared);
+  wgmma_stage_operands<Config>(shared);
+  if constexpr (Config::kInput) wgmma_input_turned<Config>(shared);
   fence_proxy_async();
   __syncthreads();
 }
@@ -166,7 +143,10 @@ __device__ __forceinline__ void wgmma_input_stage(const WgmmaInputParams& p,
 // all their stages are filled again at once, each by another warp, with the planes kStages later.
 template <class Config>
 struct WgmmaInputStages {
-  static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
+  // Which of the two leaves ptxas without spills was tried out.
+  static __device__ __forceinline__ int lane() {
+    return Config::kInput ? int(threadIdx.x) % 32 : int(threadIdx.x % 32);
+  }
   static __device__ __forceinline__ int warp() { return int(threadIdx.x) % 128 / 32; }
 
   const WgmmaInputParams& p;

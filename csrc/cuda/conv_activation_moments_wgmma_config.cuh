@@ -18,6 +18,16 @@ namespace convnormpool {
 // (kSplit).
 enum class WgmmaOperand { kTf32, kFloat16, kBFloat16, kSplit };
 
+// Weights of 16 channels as floats, an odd number of words a channel: no bank conflicts.
+constexpr int wgmma_raw_pitch(int taps) { return taps | 1; }
+constexpr int wgmma_raw_bytes(int taps) { return 16 * 4 * wgmma_raw_pitch(taps); }
+
+// What tensors of a kind have as elements.
+template <WgmmaOperand kOperand>
+using WgmmaElement = std::conditional_t<
+    kOperand == WgmmaOperand::kFloat16, __half,
+    std::conditional_t<kOperand == WgmmaOperand::kBFloat16, __nv_bfloat16, float>>;
+
 // The tensor cores stay busy by the other warpgroups while one finishes a plane. kFree: in whatever
 // order they come. kOrdered: they issue in turn, so that they cannot all finish at the same time.
 enum class WgmmaOverlap { kFree, kOrdered };
@@ -44,8 +54,7 @@ struct WgmmaConfig {
   static constexpr int kParts = kSplit ? 2 : 1;  // of an operand
   static constexpr WgmmaType kType =
       kOperand == WgmmaOperand::kBFloat16 ? WgmmaType::kBf16 : WgmmaType::kF16;
-  using Element = std::conditional_t<
-      kFloat, float, std::conditional_t<kOperand == WgmmaOperand::kFloat16, __half, __nv_bfloat16>>;
+  using Element = WgmmaElement<kOperand>;
   static constexpr int kElementBytes = sizeof(Element);
   // Elements of a staged row: 35 are needed. The pitch keeps window loads free of bank conflicts.
   static constexpr int kColumns = kFloat ? 36 : 48;
@@ -77,8 +86,8 @@ struct WgmmaConfig {
   static constexpr int kWeightOffset = 1024;
   // Sums of the last item and, before there are any, the weights as they are in memory.
   static constexpr int kKeptOffset = kWeightOffset + kWeightBytes;
-  static constexpr int kRawPitch = (kC * kT * kR * kS) | 1;
-  static constexpr int kRawBytes = (16 * kRawPitch * 4 + 127) / 128 * 128;
+  static constexpr int kRawOffset = kKeptOffset;
+  static constexpr int kRawBytes = (wgmma_raw_bytes(kC * kT * kR * kS) + 127) / 128 * 128;
   static constexpr int kStageOffset =
       kKeptOffset + (48 * kThreads > kRawBytes ? 48 * kThreads : kRawBytes);
   static_assert(kWarpgroups * kStages * 8 <= kExponentOffset, "barriers");

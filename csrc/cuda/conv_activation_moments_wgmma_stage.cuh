@@ -74,47 +74,20 @@ __device__ __forceinline__ float wgmma_weight(const void* w, size_t i) {
   }
 }
 
-// The exponents, at most kMost, by which the float32 weights of 16 channels are scaled: the largest
-// of each comes to [2^14, 2^15). weight(k, i) is tap i of channel k; 16 lanes take a channel. Ends
-// with a barrier of the block.
-template <class Config, int kMost, class Weight>
-__device__ __forceinline__ void wgmma_weight_exponents(const Weight& weight, int* exponents) {
-  constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS, kLanes = 16;
-  for (int k = int(threadIdx.x) / kLanes; k < 16; k += Config::kThreads / kLanes) {
-    uint32_t largest = 0;
-    for (int i = int(threadIdx.x) % kLanes; i < kTaps; i += kLanes) {
-      largest = max(largest, __float_as_uint(fabsf(weight(k, i))));
-    }
-    largest = lanes_max(largest, kLanes);
-    if (threadIdx.x % kLanes == 0) exponents[k] = min(141 - wgmma_exponent_field(largest), kMost);
-  }
-  __syncthreads();
-}
-
-// weight(k, i) for it, from memory.
-template <class Config, class Params>
-struct WgmmaWeightInMemory {
-  const Params& p;
-  int first;  // channel
-
-  __device__ __forceinline__ float operator()(int k, int i) const {
-    constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
-    return first + k < p.K ? wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + i) : 0.f;
-  }
-};
-
 // The weights of channels first .. first + 15, on their way from memory: begun before anything else
 // that a block prepares, since nothing takes as long.
 template <class Config>
 struct WgmmaWeights {
   static constexpr int kTaps = Config::kC * Config::kT * Config::kR * Config::kS;
   static constexpr int kLoads = (16 * kTaps + Config::kThreads - 1) / Config::kThreads;
+  static constexpr int kPitch = wgmma_raw_pitch(kTaps);
 
   using Element = typename Config::Element;
 
   Element values[kLoads];
 
-  __device__ __forceinline__ WgmmaWeights(const WgmmaParams& p, int first) {
+  template <class Params>
+  __device__ __forceinline__ WgmmaWeights(const Params& p, int first) {
     const int exist = min(p.K - first, 16) * kTaps;
     const Element* const from = static_cast<const Element*>(p.w) + int64_t(first) * kTaps;
 #pragma unroll
@@ -124,73 +97,95 @@ struct WgmmaWeights {
     }
   }
 
-  // To `raw`, channels kRawPitch apart.
-  __device__ __forceinline__ void store(float* raw) const {
+  // To shared memory, as they are. Ends with a barrier of the block.
+  __device__ __forceinline__ void store(unsigned char* shared) const {
+    float* const raw = reinterpret_cast<float*>(shared + Config::kRawOffset);
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       const int i = j * Config::kThreads + int(threadIdx.x);
-      if (i < 16 * kTaps) raw[i / kTaps * Config::kRawPitch + i % kTaps] = float(values[j]);
+      if (i < 16 * kTaps) raw[i / kTaps * kPitch + i % kTaps] = float(values[j]);
     }
+    __syncthreads();
+  }
+
+  // Channel k of those that are stored.
+  static __device__ __forceinline__ const float* channel(const unsigned char* shared, int k) {
+    return reinterpret_cast<const float*>(shared + Config::kRawOffset) + k * kPitch;
   }
 };
 
-// A word of operands B: the weights of two neighbouring slots, and kSplit: what is left of them.
+// The exponents, at most kMost, by which float32 weights are scaled, from those that are stored:
+// the largest of each channel comes to [2^14, 2^15). 16 lanes take a channel. Ends with a barrier
+// of the block.
+template <class Config, int kMost>
+__device__ __forceinline__ void wgmma_weight_exponents(unsigned char* shared) {
+  constexpr int kTaps = WgmmaWeights<Config>::kTaps, kLanes = 16;
+  int* const exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
+  for (int k = int(threadIdx.x) / kLanes; k < 16; k += Config::kThreads / kLanes) {
+    const float* const of = WgmmaWeights<Config>::channel(shared, k);
+    uint32_t largest = 0;
+    for (int i = int(threadIdx.x) % kLanes; i < kTaps; i += kLanes) {
+      largest = max(largest, __float_as_uint(fabsf(of[i])));
+    }
+    largest = lanes_max(largest, kLanes);
+    if (threadIdx.x % kLanes == 0) exponents[k] = min(141 - wgmma_exponent_field(largest), kMost);
+  }
+  __syncthreads();
+}
+
+// Writes a word of operands B, two neighbours along the depth, and kSplit: what is left of them,
+// part_bytes on.
 template <class Config>
-__device__ __forceinline__ void wgmma_weight_pair(const float (&w)[2], uint32_t& high,
-                                                  uint32_t& low) {
+__device__ __forceinline__ void wgmma_store_weights(unsigned char* to, float w0, float w1,
+                                                    int part_bytes) {
   if constexpr (Config::kOperand == WgmmaOperand::kBFloat16) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(w[0], w[1]);
-    memcpy(&high, &pair, 4);
+    *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(w0, w1);
   } else {
-    const __half2 pair = __floats2half2_rn(w[0], w[1]);
-    memcpy(&high, &pair, 4);
+    const __half2 high = __floats2half2_rn(w0, w1);
+    *reinterpret_cast<__half2*>(to) = high;
     if constexpr (Config::kSplit) {
-      const float2 back = __half22float2(pair);
-      const __half2 rest = __floats2half2_rn(w[0] - back.x, w[1] - back.y);
-      memcpy(&low, &rest, 4);
+      const float2 back = __half22float2(high);
+      *reinterpret_cast<__half2*>(to + part_bytes) = __floats2half2_rn(w0 - back.x, w1 - back.y);
     }
   }
 }
 
-// Writes the B operand of channels first .. first + 15; zeros where there is no tap or channel. The
-// loop is hardly unrolled: it runs once, and fetching its code would take longer than running it.
+// Writes the B operand of y's recomputation or computation, from weights that are stored, and their
+// exponents; zeros where there is no tap. The loop is hardly unrolled: it runs once, and to fetch
+// its code would take longer than to run it.
 template <class Config>
-__device__ __forceinline__ void wgmma_stage_weights(const WgmmaWeights<Config>& weights,
-                                                    unsigned char* shared) {
-  constexpr int kPitch = Config::kRawPitch, kT = Config::kT, kC = Config::kC;
-  float* const raw = reinterpret_cast<float*>(shared + Config::kKeptOffset);
-  int* const exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
-  weights.store(raw);
-  __syncthreads();
-  if constexpr (Config::kFloat) {
-    wgmma_weight_exponents<Config, 127>([&](int k, int i) { return raw[k * kPitch + i]; },
-                                        exponents);
-  }
-  constexpr int kPairs = kC * kT * 8 * 16;
+__device__ __forceinline__ void wgmma_stage_operands(unsigned char* shared) {
+  constexpr int kT = Config::kT, kC = Config::kC, kPairs = kC * kT * 8 * 16;
+  const int* const exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset);
 #pragma unroll 2
   for (int i = int(threadIdx.x); i < kPairs; i += Config::kThreads) {
     const int k = i % 16, slot = i / 16 % 8 * 2, kd = i / 128 % kT, ci = i / (128 * kT);
     const int kh = slot % 8 / 2, kw = slot / 8 * 2;
     const float scale = Config::kFloat ? wgmma_power_of_two(exponents[k]) : 1.f;
-    const float* const tap =
-        raw + k * kPitch + ((ci * kT + kd) * Config::kR + kh) * Config::kS + kw;
+    const float* const tap = WgmmaWeights<Config>::channel(shared, k) +
+                             ((ci * kT + kd) * Config::kR + kh) * Config::kS + kw;
     float w[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       w[j] = kh < Config::kR && kw + j < Config::kS ? tap[j] * scale : 0.f;
     }
-    uint32_t high, low = 0;
-    wgmma_weight_pair<Config>(w, high, low);
     unsigned char* const to = shared + Config::kWeightOffset + ci * Config::kStepBytes +
                               slot / 8 * Config::kDepthBytes + k / 8 * 128 + k % 8 * 16 +
                               slot % 8 * 2;
     // Each kd has a second block kT on, but for the one that stands last.
     for (int block = (kT - kd) % kT; block < Config::kBlocks; block += kT) {
-      uint32_t* const at = reinterpret_cast<uint32_t*>(to + block * 256);
-      *at = high;
-      if constexpr (Config::kSplit) at[kC * Config::kStepBytes / 4] = low;
+      wgmma_store_weights<Config>(to + block * 256, w[0], w[1], kC * Config::kStepBytes);
     }
   }
+}
+
+// All of that.
+template <class Config, int kMostExponent>
+__device__ __forceinline__ void wgmma_stage_weights(const WgmmaWeights<Config>& weights,
+                                                    unsigned char* shared) {
+  weights.store(shared);
+  if constexpr (Config::kFloat) wgmma_weight_exponents<Config, kMostExponent>(shared);
+  wgmma_stage_operands<Config>(shared);
 }
 
 // Writes what the accumulators of channels first .. first + 15 begin with: their biases or, where
