@@ -20,20 +20,18 @@ template <class Pieces>
 void launch_merge(const Pieces& pieces, float* mean, float* m2, const NormPool* norm, int sm_count,
                   cudaStream_t stream) {
   const int64_t N = pieces.samples(), K = pieces.channels();
-  const int tiles = merge_tiles(pieces);
+  const int tiles = merge_tiles(pieces.channels());
   // In one launch, unless a sample has too many tiles for a block.
-  if (norm != nullptr && tiles <= Pieces::kMostRounds * merge_most_units<Pieces>()) {
-    const MergeBlock block = merge_block(pieces, sm_count);
+  if (norm != nullptr && tiles <= kMergeMostRounds * kMergeMostUnits) {
+    const MergeBlock block = merge_block(N, pieces.channels(), sm_count);
     launch_dependent(merge_norm_pool_kernel<Pieces>,
                      linear_grid((N + block.samples - 1) / block.samples),
-                     block.units * Pieces::kThreads, merge_shared_bytes<Pieces>(block.units),
-                     stream, pieces, block.samples, *norm);
+                     block.units * kMergeThreads, 0, stream, pieces, block.samples, *norm);
     return check_launch("merge_norm_pool_kernel", {N, K});
   }
-  constexpr int kUnits = Pieces::kLeastUnits;
-  launch_dependent(merge_pieces_kernel<Pieces>, linear_grid((N * tiles + kUnits - 1) / kUnits),
-                   kUnits * Pieces::kThreads, merge_shared_bytes<Pieces>(kUnits), stream, pieces,
-                   mean, m2);
+  launch_dependent(merge_pieces_kernel<Pieces>,
+                   linear_grid((N * tiles + kMergeLeastUnits - 1) / kMergeLeastUnits),
+                   kMergeLeastUnits * kMergeThreads, 0, stream, pieces, mean, m2);
   check_launch("merge_pieces_kernel", {N, K});
   if (norm != nullptr) launch_group_norm_pool(*norm, stream);
 }

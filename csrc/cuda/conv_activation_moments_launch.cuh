@@ -27,8 +27,8 @@ void launch_window_kernel(const WindowLaunch& launch,
   const int64_t room = std::max(1, launch.sm_count * Config::kBlocksPerSm / channel_tiles);
   const dim3 grid(static_cast<unsigned>(std::min(items, room)),
                   static_cast<unsigned>(channel_tiles));
-  conv_window_kernel<Config>
-      <<<grid, Config::kThreads, Config::kSharedBytes, launch.stream>>>(p, activation);
+  launch_dependent(conv_window_kernel<Config>, grid, Config::kThreads, Config::kSharedBytes,
+                   launch.stream, p, activation);
   check_launch("conv_window_kernel",
                {p.N, Config::C, p.geometry.D, p.geometry.H, p.geometry.W, p.geometry.K});
 }

@@ -1,16 +1,12 @@
 // What follows the fused convolution: the merge of each sample's pieces, alone or with the
 // normalisation behind it. Templates over the kind of pieces, which says how they are merged:
 //
-//   kThreads      threads, a unit, that merge kChannels channels of a sample
-//   kScratch      doubles of shared memory of a unit
-//   kLeastUnits   of a block
-//   kMostRounds   in which a block merges a sample, if it normalises it, too
 //   samples(), channels()
-//   merge(sample, k, thread, scratch)   (mean, M2) of channel k in the unit's first kChannels
-//                 threads, where k is that of channel `thread % kChannels`, or the last one; all
-//                 threads of the block call it, which may synchronise them
+//   merge(sample, k, lane)   (mean, M2) of channel k in lane `lane % 4`, where k is that of channel
+//                 `lane % 4` of four, or the last one; all lanes of the warp, a unit, call it
 //
-// Both kernels write the same bits, and may be programmatic dependent launches.
+// Both kernels write the same bits, and may be programmatic dependent launches. Their code is short
+// because it runs once: to fetch it takes longer than to run it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,19 +15,20 @@
 
 #include "activation.h"
 #include "cuda/common/ptx.cuh"
+#include "cuda/common/reduce.cuh"
 #include "cuda/group_norm_pool_groups.cuh"
 
 namespace convnormpool {
 
-constexpr int kMergeMostThreads = 1024;
+constexpr int kMergeThreads = kWarpThreads;  // of a unit
+constexpr int kMergeChannels = 4, kMergeLanes = kMergeThreads / kMergeChannels;
+constexpr int kMergeAtOnce = 4;  // pieces that a lane loads before it uses the first
+constexpr int kMergeLeastUnits = 4, kMergeMostUnits = 32;  // of a block
+// In which a block merges a sample, if it normalises it, too.
+constexpr int kMergeMostRounds = 4;
 
-template <class Pieces>
-constexpr int merge_most_units() {
-  return kMergeMostThreads / Pieces::kThreads;
-}
-template <class Pieces>
-CONVNORMPOOL_HOST_DEVICE int merge_tiles(const Pieces& pieces) {
-  return (pieces.channels() + Pieces::kChannels - 1) / Pieces::kChannels;
+CONVNORMPOOL_HOST_DEVICE int merge_tiles(int channels) {
+  return (channels + kMergeChannels - 1) / kMergeChannels;
 }
 
 // Samples and units of a block of merge_norm_pool_kernel. While an SM has one block at most, it
@@ -40,81 +37,49 @@ CONVNORMPOOL_HOST_DEVICE int merge_tiles(const Pieces& pieces) {
 struct MergeBlock {
   int samples, units;
 };
-template <class Pieces>
-inline MergeBlock merge_block(const Pieces& pieces, int sm_count) {
-  const int threads = pieces.samples() > sm_count ? kMergeMostThreads / 4 : kMergeMostThreads;
-  const int tiles = merge_tiles(pieces), most = threads / Pieces::kThreads;
-  const int samples = tiles < Pieces::kLeastUnits ? Pieces::kLeastUnits / tiles : 1;
-  return {samples, samples * tiles < most ? samples * tiles : most};
-}
-
-template <class Pieces>
-constexpr size_t merge_shared_bytes(int units) {
-  return sizeof(double) * Pieces::kScratch * static_cast<size_t>(units);
-}
-
-// f(i, piece i) for the pieces i = first, first + step, .. below `count`, in order, which stand
-// `stride` apart; so many are loaded before the first is used.
-template <int kAtOnce, class F>
-__device__ __forceinline__ void for_pieces(const float2* pieces, int stride, int first, int step,
-                                           int count, const F& f) {
-  for (int i = first; i < count; i += kAtOnce * step) {
-    float2 loaded[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      loaded[j] = pieces[int64_t{min(i + j * step, count - 1)} * stride];
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (i + j * step < count) f(i + j * step, loaded[j]);
-    }
-  }
+inline MergeBlock merge_block(int64_t samples, int channels, int sm_count) {
+  const int most = samples > sm_count ? kMergeMostUnits / 4 : kMergeMostUnits;
+  const int tiles = merge_tiles(channels);
+  const int of_block = tiles < kMergeLeastUnits ? kMergeLeastUnits / tiles : 1;
+  return {of_block, of_block * tiles < most ? of_block * tiles : most};
 }
 
 // Writes mean and M2 of a tile of channels of a sample, or nothing where `exists` is false.
 template <class Pieces>
 __device__ __forceinline__ void merge_tile(const Pieces& pieces, int64_t sample, int tile,
                                            bool exists, float* mean, float* m2) {
-  const int thread = static_cast<int>(threadIdx.x) % Pieces::kThreads;
-  const int unit = static_cast<int>(threadIdx.x) / Pieces::kThreads;
-  double* scratch = nullptr;
-  if constexpr (Pieces::kScratch > 0) {
-    scratch = reinterpret_cast<double*>(dynamic_shared_memory()) + unit * Pieces::kScratch;
-  }
-  const int K = pieces.channels();
-  const int k = tile * Pieces::kChannels + thread % Pieces::kChannels;
+  const int lane = static_cast<int>(threadIdx.x) % kMergeThreads;
+  const int K = pieces.channels(), k = tile * kMergeChannels + lane % kMergeChannels;
   const float2 merged =
-      pieces.merge(exists ? sample : int64_t{0}, exists ? min(k, K - 1) : 0, thread, scratch);
-  if (!exists || thread >= Pieces::kChannels || k >= K) return;
+      pieces.merge(exists ? sample : int64_t{0}, exists ? min(k, K - 1) : 0, lane);
+  if (!exists || lane >= kMergeChannels || k >= K) return;
   mean[sample * K + k] = merged.x;
   m2[sample * K + k] = merged.y;
 }
 
-// Launch with a unit for each tile of each sample and merge_shared_bytes<Pieces>(units of a block).
+// Launch with a unit for each tile of each sample, kMergeLeastUnits a block.
 template <class Pieces>
-__global__ void __launch_bounds__(Pieces::kThreads* Pieces::kLeastUnits)
+__global__ void __launch_bounds__(kMergeThreads* kMergeLeastUnits)
     merge_pieces_kernel(const Pieces pieces, float* mean, float* m2) {
   grid_dependency_launch();
   grid_dependency_wait();
-  const int tiles = merge_tiles(pieces);
+  const int tiles = merge_tiles(pieces.channels());
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t task = thread / Pieces::kThreads, sample = task / tiles;
+  const int64_t task = thread / kMergeThreads, sample = task / tiles;
   merge_tile(pieces, sample, static_cast<int>(task % tiles), sample < pieces.samples(), mean, m2);
 }
 
 // Merges block_samples samples in a block, into norm.p.mean and norm.p.m2, and normalises their
-// groups. Launch with at most merge_most_units<Pieces>() units a block and their
-// merge_shared_bytes<Pieces>.
+// groups. Launch with at most kMergeMostUnits units a block.
 template <class Pieces>
-__global__ void __launch_bounds__(kMergeMostThreads)
+__global__ void __launch_bounds__(kMergeThreads* kMergeMostUnits)
     merge_norm_pool_kernel(const Pieces pieces, const int block_samples, const NormPool norm) {
   grid_dependency_launch();
   grid_dependency_wait();
   const GroupNormPool& p = norm.p;
   const int thread = static_cast<int>(threadIdx.x);
-  const int tiles = merge_tiles(pieces);
-  const int units = static_cast<int>(blockDim.x) / Pieces::kThreads;
-  const int unit = thread / Pieces::kThreads;
+  const int tiles = merge_tiles(pieces.channels());
+  const int units = static_cast<int>(blockDim.x) / kMergeThreads, unit = thread / kMergeThreads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * block_samples;
   const int64_t end = min(first + block_samples, pieces.samples());
   for (int start = 0; start < block_samples * tiles; start += units) {

@@ -148,6 +148,7 @@ template <class Config>
 __global__ void __launch_bounds__(kTapsThreads, 2)
     conv_taps_kernel(const TapsParameters p, typename Config::ActivationType activation) {
   using namespace taps;
+  grid_dependency_wait();
   grid_dependency_launch();
   constexpr int kTiles = Config::kTiles;
   const WindowGeometry& s = p.geometry;

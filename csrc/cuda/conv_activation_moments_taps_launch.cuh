@@ -41,7 +41,8 @@ void launch_taps_kernel(const TapsLaunch& launch,
   const int64_t side_by_side = of_sm >= 2 * (bytes + kReserved) ? 2 : 1;
   const int64_t room = std::max<int64_t>(1, launch.sm_count * side_by_side / tiles);
   const dim3 grid(static_cast<unsigned>(std::min(items, room)), static_cast<unsigned>(tiles));
-  kernel<<<grid, kTapsThreads, static_cast<size_t>(bytes), launch.stream>>>(p, activation);
+  launch_dependent(kernel, grid, kTapsThreads, static_cast<size_t>(bytes), launch.stream, p,
+                   activation);
   check_launch("conv_taps_kernel", {p.N, p.filter.C, s.D, s.H, s.W, s.K});
 }
 

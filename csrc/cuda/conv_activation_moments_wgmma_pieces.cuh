@@ -17,12 +17,6 @@ namespace convnormpool {
 // Eight lanes merge a channel, each every eighth piece, in order. Mean first, then M2 about it, in
 // float64. One piece of code for both: it runs once, and to fetch it takes longer than to run it.
 struct WgmmaPieces {
-  static constexpr int kThreads = kWarpThreads;
-  static constexpr int kChannels = 4, kLanes = kThreads / kChannels;
-  static constexpr int kScratch = 0;
-  static constexpr int kLeastUnits = 4, kMostRounds = 4;
-  static constexpr int kAtOnce = 4;
-
   const float2* partials;  // (N, pieces, K)
   int N, K, Z, P, Q;
   int first_column, column_tiles;
@@ -30,33 +24,33 @@ struct WgmmaPieces {
   CONVNORMPOOL_HOST_DEVICE int64_t samples() const { return N; }
   CONVNORMPOOL_HOST_DEVICE int channels() const { return K; }
 
-  __device__ __forceinline__ float2 merge(int64_t sample, int k, int lane, double*) const {
-    const int first = lane / kChannels, pieces = P * column_tiles;
-    const int first_tile = first % column_tiles, tile_step = kLanes % column_tiles;
+  __device__ __forceinline__ float2 merge(int64_t sample, int k, int lane) const {
+    const int first = lane / kMergeChannels, pieces = P * column_tiles;
+    const int first_tile = first % column_tiles, tile_step = kMergeLanes % column_tiles;
     const float2* const from = partials + (sample * pieces + first) * K + k;
     double mean = 0, m2 = 0;
-    float2 loaded[kAtOnce];
-    double columns[kAtOnce];
+    float2 loaded[kMergeAtOnce];
+    double columns[kMergeAtOnce];
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {
       const float2* at = from;
       int tile = first_tile;
       double sum = 0;
 #pragma unroll 1
-      for (int piece = first; piece < pieces; piece += kAtOnce * kLanes) {
-        if (pass == 0 || pieces > kAtOnce * kLanes) {
+      for (int piece = first; piece < pieces; piece += kMergeAtOnce * kMergeLanes) {
+        if (pass == 0 || pieces > kMergeAtOnce * kMergeLanes) {
 #pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) {
-            const bool exists = piece + j * kLanes < pieces;
+          for (int j = 0; j < kMergeAtOnce; ++j) {
+            const bool exists = piece + j * kMergeLanes < pieces;
             loaded[j] = exists ? *at : make_float2(0.f, 0.f);
             columns[j] = exists ? double(wgmma_tile_columns(Q, first_column, tile)) : 0.;
-            at += kLanes * K;
+            at += kMergeLanes * K;
             tile += tile_step;
             if (tile >= column_tiles) tile -= column_tiles;
           }
         }
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
+        for (int j = 0; j < kMergeAtOnce; ++j) {
           const double x = loaded[j].x;
           if (pass == 0) {
             sum = fma(columns[j], x, sum);
@@ -66,7 +60,7 @@ struct WgmmaPieces {
           }
         }
       }
-      m2 = strided_lanes_sum(sum, kChannels);
+      m2 = strided_lanes_sum(sum, kMergeChannels);
       if (pass == 0) mean = m2 / (double(P) * double(Q));
     }
     // An M2 that leaves float32's range is NaN, as one that left it earlier.

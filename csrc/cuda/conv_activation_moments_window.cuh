@@ -302,6 +302,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     conv_window_kernel(const WindowParameters p, typename Config::ActivationType activation) {
   using namespace window;
+  grid_dependency_wait();
   grid_dependency_launch();
   constexpr int T = Config::T;
   const int lane = static_cast<int>(threadIdx.x);

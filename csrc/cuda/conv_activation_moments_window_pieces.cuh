@@ -60,13 +60,9 @@ __device__ __forceinline__ float2 joint_moments(float count, float pivot, float 
 }  // namespace window
 
 // The pieces of all samples as merge_pieces_kernel takes them (conv_activation_moments_merge.cuh).
-// 16 threads merge a channel: each takes every 16th piece, and a fixed tree joins what they have.
+// Eight lanes merge a channel: each takes every eighth piece, and a fixed tree joins what they
+// have.
 struct WindowPieces {
-  static constexpr int kChannels = 16, kLanes = 16;  // lanes of a channel
-  static constexpr int kThreads = kChannels * kLanes;
-  static constexpr int kScratch = 3 * kThreads;
-  static constexpr int kLeastUnits = 1, kMostRounds = 1;
-
   WindowGeometry geometry;
   const float2* partial;  // (N, pieces, K)
   int32_t N;
@@ -74,35 +70,39 @@ struct WindowPieces {
   CONVNORMPOOL_HOST_DEVICE int64_t samples() const { return N; }
   CONVNORMPOOL_HOST_DEVICE int channels() const { return geometry.K; }
 
-  __device__ __forceinline__ float2 merge(int64_t sample, int k, int thread,
-                                          double* scratch) const {
-    // (kLanes, kChannels) each
-    double* const counts = scratch + thread;
-    double *const firsts = counts + kThreads, *const seconds = firsts + kThreads;
-    const int32_t pieces = window_pieces(geometry);
-    const float2* const p = partial + sample * pieces * geometry.K + k;
-    const double pivot = p[0].x;
+  __device__ __forceinline__ float2 merge(int64_t sample, int k, int lane) const {
+    const int32_t pieces = window_pieces(geometry), begin = lane / kMergeChannels;
+    const float2* at = partial + sample * pieces * geometry.K + k;
+    const double pivot = at->x;
+    at += begin * geometry.K;
+    WindowCursor cursor = window_cursor(geometry, begin);
+    const WindowCursor distance = window_cursor(geometry, kMergeLanes);
     double count = 0.0, first = 0.0, second = 0.0;
-    const auto add = [&](int32_t i, const float2& moments) {
-      const WindowPiece piece = window_piece(geometry, i);
-      const double n = static_cast<double>(piece.planes) * piece.columns;
-      const double d = moments.x - pivot;
-      count += n;
-      first = fma(n, d, first);
-      second += fma(n * d, d, static_cast<double>(moments.y));
-    };
-    for_pieces<4>(p, geometry.K, thread / kChannels, kLanes, pieces, add);
-    *counts = count, *firsts = first, *seconds = second;
-    for (int span = kThreads / 2; span >= kChannels; span /= 2) {
-      __syncthreads();
-      if (thread < span) {
-        *counts += counts[span];
-        *firsts += firsts[span];
-        *seconds += seconds[span];
+#pragma unroll 1
+    for (int32_t piece = begin; piece < pieces; piece += kMergeAtOnce * kMergeLanes) {
+      float2 loaded[kMergeAtOnce];
+#pragma unroll
+      for (int j = 0; j < kMergeAtOnce; ++j) {
+        loaded[j] = piece + j * kMergeLanes < pieces ? *at : make_float2(0.f, 0.f);
+        at += kMergeLanes * geometry.K;
+      }
+#pragma unroll
+      for (int j = 0; j < kMergeAtOnce; ++j) {
+        const WindowPiece of = window_piece(geometry, cursor);
+        cursor.advance(geometry, distance);
+        const double n =
+            piece + j * kMergeLanes < pieces ? static_cast<double>(of.planes * of.columns) : 0.0;
+        const double d = loaded[j].x - pivot;
+        count += n;
+        first = fma(n, d, first);
+        second += fma(n * d, d, static_cast<double>(loaded[j].y));
       }
     }
-    const double difference = *firsts / *counts;
-    const double sum = fma(-difference, *firsts, *seconds);
+    count = strided_lanes_sum(count, kMergeChannels);
+    first = strided_lanes_sum(first, kMergeChannels);
+    second = strided_lanes_sum(second, kMergeChannels);
+    const double difference = first / count;
+    const double sum = fma(-difference, first, second);
     return make_float2(static_cast<float>(pivot + difference),
                        static_cast<float>(sum < 0.0 ? 0.0 : sum));
   }

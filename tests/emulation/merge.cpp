@@ -87,11 +87,10 @@ void run(const char* name, Pieces pieces, int groups, DType dtype, bool affine) 
   // Two launches.
   Results two;
   const NormPool norm = norm_of(two);
-  constexpr int kUnits = Pieces::kLeastUnits;
-  const size_t tasks = N * size_t(merge_tiles(pieces));
-  emulate(dim3(unsigned((tasks + kUnits - 1) / kUnits)), dim3(kUnits * Pieces::kThreads),
-          merge_shared_bytes<Pieces>(kUnits), merge_pieces_kernel<Pieces>, pieces, two.mean.data(),
-          two.m2.data());
+  constexpr int kUnits = kMergeLeastUnits;
+  const size_t tasks = N * size_t(merge_tiles(pieces.channels()));
+  emulate(dim3(unsigned((tasks + kUnits - 1) / kUnits)), dim3(kUnits * kMergeThreads), 0,
+          merge_pieces_kernel<Pieces>, pieces, two.mean.data(), two.m2.data());
   const int64_t per_block = kGroupThreads >> norm.p.lanes_log2;
   emulate(dim3(unsigned((int64_t(N) * groups + per_block - 1) / per_block)), dim3(kGroupThreads), 0,
           group_norm_pool_kernel, norm);
@@ -109,12 +108,12 @@ void run(const char* name, Pieces pieces, int groups, DType dtype, bool affine) 
   }
 
   // One launch: a block's samples and units as the host chooses them, and others.
-  const MergeBlock few = merge_block(pieces, 1000), many = merge_block(pieces, 1);
+  const MergeBlock few = merge_block(pieces.samples(), pieces.channels(), 1000),
+                   many = merge_block(pieces.samples(), pieces.channels(), 1);
   for (const MergeBlock& block : {few, many, MergeBlock{1, 1}, MergeBlock{3, few.units}}) {
     Results one;
-    emulate(dim3(blocks_of(pieces, block.samples)), dim3(unsigned(block.units * Pieces::kThreads)),
-            merge_shared_bytes<Pieces>(block.units), merge_norm_pool_kernel<Pieces>, pieces,
-            block.samples, norm_of(one));
+    emulate(dim3(blocks_of(pieces, block.samples)), dim3(unsigned(block.units * kMergeThreads)), 0,
+            merge_norm_pool_kernel<Pieces>, pieces, block.samples, norm_of(one));
     if (memcmp(one.mean.data(), two.mean.data(), 4 * N * K) != 0 ||
         memcmp(one.m2.data(), two.m2.data(), 4 * N * K) != 0 || one.out != two.out) {
       printf("FAIL %s: one launch of %d samples a block gives other bits\n", name, block.samples);
@@ -160,10 +159,9 @@ void not_finite(Pieces pieces) {
     NormPool norm{};
     norm.p = {{mean.data(), f}, {m2.data(), f}, {}, 2, int64_t(K), 1, 100, 1e-5, 4, int64_t(K)};
     norm.out = {out.data(), f};
-    const MergeBlock block = merge_block(pieces, 1);
-    emulate(dim3(blocks_of(pieces, block.samples)), dim3(unsigned(block.units * Pieces::kThreads)),
-            merge_shared_bytes<Pieces>(block.units), merge_norm_pool_kernel<Pieces>, pieces,
-            block.samples, norm);
+    const MergeBlock block = merge_block(pieces.samples(), pieces.channels(), 1);
+    emulate(dim3(blocks_of(pieces, block.samples)), dim3(unsigned(block.units * kMergeThreads)), 0,
+            merge_norm_pool_kernel<Pieces>, pieces, block.samples, norm);
     for (size_t k = 0; k < K; ++k) {
       if (std::isfinite(m2[k]) == (k == 1)) check::fail("M2 that is not finite");
       if (!std::isnan(out[k])) check::fail("a group with a channel that is not finite");

@@ -75,10 +75,10 @@ Moments launch(const Shape& s, const Data& d, unsigned blocks, Act act) {
   }
   emulate(dim3(blocks, unsigned(tiles)), dim3(Config::kThreads), wgmma_shared_bytes<Config>(p),
           conv_activation_moments_wgmma<Config, Act>, p, maps[0], maps[1], act);
-  constexpr unsigned kUnits = WgmmaPieces::kLeastUnits;
+  constexpr unsigned kUnits = kMergeLeastUnits;
   const WgmmaPieces pieces = wgmma_pieces_of(check::problem_of(s), partials.data());
-  emulate(dim3((unsigned(s.N * merge_tiles(pieces)) + kUnits - 1) / kUnits),
-          dim3(kUnits * WgmmaPieces::kThreads), 0, merge_pieces_kernel<WgmmaPieces>, pieces,
+  emulate(dim3((unsigned(s.N * merge_tiles(pieces.channels())) + kUnits - 1) / kUnits),
+          dim3(kUnits * kMergeThreads), 0, merge_pieces_kernel<WgmmaPieces>, pieces,
           moments.mean.data(), moments.m2.data());
   return moments;
 }

@@ -54,9 +54,10 @@ inline void merge(const Shape& s, const convnormpool::WindowGeometry& geometry,
   const WindowPieces pieces{geometry, partial.data(), int32_t(s.N)};
   mean.assign(size_t(s.N * s.K), NAN);
   m2.assign(size_t(s.N * s.K), NAN);
-  emulate(dim3(unsigned(s.N * merge_tiles(pieces))), dim3(WindowPieces::kThreads),
-          merge_shared_bytes<WindowPieces>(1), merge_pieces_kernel<WindowPieces>, pieces,
-          mean.data(), m2.data());
+  constexpr unsigned kUnits = kMergeLeastUnits;
+  emulate(dim3((unsigned(s.N * merge_tiles(pieces.channels())) + kUnits - 1) / kUnits),
+          dim3(kUnits * kMergeThreads), 0, merge_pieces_kernel<WindowPieces>, pieces, mean.data(),
+          m2.data());
 }
 
 }  // namespace check
