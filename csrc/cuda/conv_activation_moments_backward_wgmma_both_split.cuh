@@ -487,10 +487,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     mbarrier_init(shared_address(shared) + uint32_t(Config::kMeetOffset), Config::kThreads / 32);
   }
   wgmma_input_begin<Config>(shared);
+  const WgmmaWeights<Config> weights(p, 16 * p.first_tile);
   const int tile = uniform_value(int(threadIdx.x) / 128);
   WgmmaInputRing<Config> ring(p, tile == 0 ? &map : nullptr, 0);
-  wgmma_input_exponents<Config>(p, 16 * p.first_tile, shared);
-  wgmma_both_split_weights<Config>(p, 16 * p.first_tile, shared);
+  weights.store(shared);
+  wgmma_input_exponents<Config>(shared);
+  wgmma_both_split_operands<Config>(shared);
   // No operands yet.
   for (int i = Config::kWordOffset + 16 * int(threadIdx.x); i < Config::kCarryOffset;
        i += 16 * Config::kThreads) {

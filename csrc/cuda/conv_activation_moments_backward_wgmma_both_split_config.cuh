@@ -73,6 +73,8 @@ struct WgmmaBothSplitConfig
   static constexpr int kPlaneOffset = kGradientOffset + kParts * kGradientPart - kZeroRowBytes;
   static constexpr int kNewestOffset = kPlaneOffset + kSlots * kSlotBytes;
   static constexpr int kCarryOffset = kNewestOffset + 2 * kParts * kNewestBytes;
+  static constexpr int kRawOffset = kSumOffset;  // the weights as they are in memory, at first
+  static_assert(wgmma_raw_bytes(kTaps) <= kStageOffset - kSumOffset, "the weights");
   static_assert(kStageOffset % 128 == 0, "destinations of tensor copies");
   static_assert(4 * kSlots <= 64, "the slots' exponents");
 

@@ -13,34 +13,48 @@
 
 namespace convnormpool {
 
-// Writes the B operands of channels first .. first + 15; zeros where there is no tap or channel.
+// Writes the B operands from weights that are stored, and their exponents; zeros where there is no
+// tap.
 template <class Config>
-__device__ void wgmma_both_split_weights(const WgmmaInputParams& p, int first,
-                                         unsigned char* shared) {
+__device__ __forceinline__ void wgmma_both_split_operands(unsigned char* shared) {
   constexpr int kC = Config::kC, kT = Config::kT, kR = Config::kR, kS = Config::kS;
-  constexpr int kTaps = Config::kTaps;
-  const int* exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset);
-  const auto load = [&](int k, int ci, int kd, int kh, int kw, int exponent) {
-    if (kh >= kR || kw >= kS || first + k >= p.K) return 0.f;
-    const int tap = ((ci * kT + kd) * kR + kh) * kS + kw;
-    return wgmma_weight<Config>(p.w, size_t(first + k) * kTaps + tap) *
-           wgmma_power_of_two(exponent);
+  constexpr int kPairs = kC * kT * 8 * 16, kTurnedPairs = kS * Config::kN * 8;
+  const int* const exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset);
+  const auto tap_of = [](int ci, int kd, int kh, int kw) {
+    return ((ci * kT + kd) * kR + kh) * kS + kw;
   };
-  for (int i = int(threadIdx.x); i < kC * 16 * kT * 16; i += Config::kThreads) {
-    const int k = i % 16, tap = i / 16 % 16, kd = i / 256 % kT, ci = i / (256 * kT);
-    const float value = load(k, ci, kd, tap / 8 * 2 + tap % 2, tap % 8 / 2, exponents[k]);
-    unsigned char* to = shared + Config::kWeightOffset + ci * Config::kStepBytes +
-                        tap / 8 * Config::kDepthBytes + kd * 256 + k / 8 * 128 + k % 8 * 16 +
-                        tap % 8 * 2;
-    wgmma_store_parts<Config>(to, value, kC * Config::kStepBytes);
+#pragma unroll 2
+  for (int i = int(threadIdx.x); i < kPairs; i += Config::kThreads) {
+    const int k = i % 16, depth = i / 16 % 8 * 2, kd = i / 128 % kT, ci = i / (128 * kT);
+    const int kh = depth / 8 * 2, kw = depth % 8 / 2;
+    const float scale = wgmma_power_of_two(exponents[k]);
+    const float* const of = WgmmaWeights<Config>::channel(shared, k);
+    float w[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      w[j] = kh + j < kR && kw < kS ? of[tap_of(ci, kd, kh + j, kw)] * scale : 0.f;
+    }
+    unsigned char* const to = shared + Config::kWeightOffset + ci * Config::kStepBytes +
+                              depth / 8 * Config::kDepthBytes + kd * 256 + k / 8 * 128 +
+                              k % 8 * 16 + depth % 8 * 2;
+    wgmma_store_weights<Config>(to, w[0], w[1], kC * Config::kStepBytes);
   }
-  for (int i = int(threadIdx.x); i < kS * Config::kN * 16; i += Config::kThreads) {
-    const int k = i % 16, n = i / 16 % Config::kN, kw = i / (16 * Config::kN);
+  const float scale = wgmma_power_of_two(exponents[16]);
+#pragma unroll 1
+  for (int i = int(threadIdx.x); i < kTurnedPairs; i += Config::kThreads) {
+    const int k = i % 8 * 2, n = i / 8 % Config::kN, kw = i / (8 * Config::kN);
     const int column = n / 8 * 2 + n % 2, kd = column / kC, ci = column % kC, kh = n % 8 / 2;
-    const float value = kd < kT ? load(k, ci, kd, kh, kw, exponents[16]) : 0.f;
-    unsigned char* to = shared + Config::kTurnedOffset + kw * Config::kParts * Config::kTapBytes +
-                        k / 8 * (Config::kTapBytes / 2) + n * 16 + k % 8 * 2;
-    wgmma_store_parts<Config>(to, value, Config::kTapBytes);
+    float w[2] = {0.f, 0.f};
+    if (kd < kT && kh < kR) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        w[j] = WgmmaWeights<Config>::channel(shared, k + j)[tap_of(ci, kd, kh, kw)] * scale;
+      }
+    }
+    unsigned char* const to = shared + Config::kTurnedOffset +
+                              kw * Config::kParts * Config::kTapBytes +
+                              k / 8 * (Config::kTapBytes / 2) + n * 16 + k % 8 * 2;
+    wgmma_store_weights<Config>(to, w[0], w[1], Config::kTapBytes);
   }
 }
 

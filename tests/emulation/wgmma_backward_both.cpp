@@ -1,5 +1,5 @@
-// The Hopper kernel of all gradients on the host, against float64. Compiled once for each operand
-// kind: -DOPERAND=kTf32, kFloat16 or kBFloat16. The kinds share the shapes out among themselves;
+// The Hopper kernels of all gradients on the host, against float64. Compiled once for each operand
+// kind: -DOPERAND=kTf32, kSplit, kFloat16 or kBFloat16. They share the shapes out among themselves;
 // with -DEVERY_SHAPE each runs all of them, which takes minutes. The emulated instructions come
 // before the kernels.
 // clang-format off
