@@ -31,7 +31,7 @@ PROGRAMS = [
         (source, operand)
         for source in ("wgmma_backward_both", "wgmma_backward_filter_alone")
         for operand in OPERANDS
-        if operand != "kSplit"
+        if operand != "kSplit" or source == "wgmma_backward_both"
     ),
     ("window_map", ""),
 ]

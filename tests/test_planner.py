@@ -176,10 +176,12 @@ def test_hopper_gradients(case: Case, dtype: str) -> None:
             quads = columns * -(-n * (rows if rows > 2 else 4) // 4)
             blocks = max(blocks, min(quads, HOPPER["sm_count"]))
         alone = blocks * warpgroups
-        # One kernel may form both, with a block of two warpgroups for two pieces of samples.
+        # One kernel may form both, with a block of two warpgroups for two pieces of samples or, in
+        # float32's own precision, for one.
         depth = extents[0] + 2 * case.padding[0] + 1
         most = n * (depth // 10 + 2) * (extents[2] // 24 + 2)
-        both = max(alone, 2 * min(-(-most // 2), HOPPER["sm_count"])) if warpgroups == 3 else alone
+        most = -(-most // (1 if warpgroups == 2 else 2))
+        both = max(alone, 2 * min(most, HOPPER["sm_count"]))
         rounded = tiles > 1 and dtype != "float32"
         total = n * channels * math.prod(extents) if rounded else 0
         wanted = [(False, False), (True, False), (False, True), (True, True)]

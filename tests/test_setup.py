@@ -477,7 +477,7 @@ class TestRecipe:
         steps = build.recipe_of(decision, tmp_path / "work", outputs, 4).steps
         cuda = [step for step in steps if step.inputs[0].endswith(".cu")]
         wgmma = [step for step in cuda if "_wgmma_" in step.inputs[0]]
-        assert len(wgmma) == (18 if hopper else 0)
+        assert len(wgmma) == (19 if hopper else 0)
         assert all(("-DCONVNORMPOOL_SM_90A" in step.command) == hopper for step in cuda)
         (link,) = [s for s in steps if s.output == str(outputs[build.CUDA])]
         assert set(link.inputs) == {step.output for step in cuda}

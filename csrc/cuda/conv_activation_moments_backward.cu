@@ -107,12 +107,10 @@ void conv_act_moments_backward_out(Tensor x, Tensor w, std::optional<Tensor> b, 
                                      scope.stream()};
     dispatch_operand<WgmmaOperand>(p, [&](auto operand) {
       constexpr WgmmaOperand kOperand = decltype(operand)::value;
-      if constexpr (kOperand != WgmmaOperand::kSplit) {
-        if (filter_gradient && input_gradient) {
-          if (const int64_t groups = launch_wgmma_both<kOperand>(launch); groups > 0) {
-            sums = {groups, groups * 4};
-            return;
-          }
+      if (filter_gradient && input_gradient) {
+        if (const int64_t groups = launch_wgmma_both<kOperand>(launch); groups > 0) {
+          sums = {groups, groups * 4};
+          return;
         }
       }
       if (filter_gradient) {

@@ -90,8 +90,8 @@ inline BackwardWorkspace backward_workspace(const Problem& p, int32_t sm_count, 
   }
   if (filter_gradient) {
     BackwardSums sums = backward_sums(p, sm_count, wgmma);
-    if (wgmma && input_gradient && !backward_is_split(p)) {
-      const int64_t both = wgmma_both_most_sums(p, sm_count);
+    if (wgmma && input_gradient) {
+      const int64_t both = wgmma_both_most_sums(p, sm_count, backward_is_split(p));
       sums = {std::max(sums.filter, both), std::max(sums.bias, both * 4)};
     }
     floats.filter = backward_tiles(p) * sums.filter * 16 * p.C * p.T * p.R * p.S;

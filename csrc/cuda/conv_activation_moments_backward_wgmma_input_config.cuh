@@ -58,6 +58,7 @@ struct WgmmaInputConfig {
   // Sums of a plane, rows of 32 columns [ci][output row][kh]. The pitch, in floats, keeps their
   // stores free of bank conflicts; which one does depends on wgmma_block.
   static constexpr int kSumPitch = kFloat ? 36 : 40;
+  static constexpr bool kSwapped = false;  // halves of four columns, where kh is odd
   static constexpr int kSumBytes = kInput ? kC * 16 * kSumPitch * 4 : 0;
   // What four output rows add to the three rows below them, in one plane.
   static constexpr int kCarryBytes = kInput ? 3 * kC * 32 * 4 : 0;

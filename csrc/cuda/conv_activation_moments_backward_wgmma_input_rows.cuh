@@ -132,15 +132,16 @@ struct WgmmaInputRows {
       for (int kh = 3; kh >= 0; --kh) load_row(t.row[kh], t, kh, kRow);
       load_carry(t.carry, plane, kRow < 3);
     }
+    const auto of = [&](int kh, int i) { return t.row[kh][Config::kSwapped ? i ^ kh % 2 * 2 : i]; };
     float below[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      below[i] = t.row[3][i];
+      below[i] = of(3, i);
 #pragma unroll
-      for (int kh = 2; kh > kRow; --kh) below[i] += t.row[kh][i];
-      sum[i] = kRow < 3 ? t.carry[i] + t.row[kRow][i] : t.row[3][i];
+      for (int kh = 2; kh > kRow; --kh) below[i] += of(kh, i);
+      sum[i] = kRow < 3 ? t.carry[i] + of(kRow, i) : of(3, i);
 #pragma unroll
-      for (int kh = kRow - 1; kh >= 0; --kh) sum[i] += t.row[kh][i];
+      for (int kh = kRow - 1; kh >= 0; --kh) sum[i] += of(kh, i);
     }
     if (kRow < 3 && has_channel()) store_shared(carry(plane), below);
   }

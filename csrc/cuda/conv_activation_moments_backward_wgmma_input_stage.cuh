@@ -214,10 +214,11 @@ struct WgmmaInputRing : WgmmaInputStages<Config> {
 
   int item, quad = 0;  // those in work
 
-  // Called by all threads of the warpgroup.
+  // Called by all threads of the warpgroup. Without a map it only says what is in work.
   __device__ __forceinline__ WgmmaInputRing(const WgmmaInputParams& params, const TensorMap* m,
                                             int g)
       : Stages(params, m, g), item(int(blockIdx.x) * Config::kWarpgroups + g) {
+    if (m == nullptr) return;
     if (threadIdx.x % 128 == 0 && exists()) {
       *place(0) = place_of(item, 0);
       for (int i = 0; i < Config::kStages; ++i) copy(*place(0), i, i);

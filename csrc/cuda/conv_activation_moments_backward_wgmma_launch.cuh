@@ -7,6 +7,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/tensor_map.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_both.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_both_split.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_filter.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_filter_alone.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_input.cuh"
@@ -153,23 +154,51 @@ void launch_wgmma_input_kernel(const WgmmaBackwardLaunch& launch, const Act& act
                                    launch, activation);
 }
 
-// Both gradients from one recomputation. Its slabs are shorter than those of the input's gradient
-// alone, and what neighbouring slabs have in common is computed twice: where that makes it a
-// quarter longer, the other two kernels are faster. Returns the number of partial sums for each
-// tile of output channels, or 0 where it was not launched.
-template <class Config, class Act>
-int64_t launch_wgmma_both_kernel(const WgmmaBackwardLaunch& launch, const Act& activation) {
-  constexpr const char* kName = "conv_activation_moments_backward_wgmma_both";
+// Whether slabs that are shorter than those of the input's gradient alone, and so have more in
+// common that is computed twice, make both gradients at once a quarter longer: then the other two
+// kernels are faster.
+template <class Config>
+bool wgmma_both_is_longer(const WgmmaInputParams& p, const Problem& problem) {
+  const WgmmaInputParams alone = wgmma_input_params<typename Config::Input>(problem);
+  return int64_t{4} * p.slabs * p.planes > int64_t{5} * alone.slabs * alone.planes;
+}
+
+// Both gradients from one recomputation, by one of the kernels for that, whose blocks leave kSums
+// partial sums each. Returns their number for each tile of output channels.
+template <class Config, int kSums, class Kernel, class... Act>
+int64_t launch_wgmma_both_tiles(Kernel kernel, const char* name, const WgmmaBackwardLaunch& launch,
+                                const Act&... activation) {
   WgmmaBothParams p{};
   set_wgmma_input_params<Config>(p, launch);
-  const WgmmaInputParams alone = wgmma_input_params<typename Config::Input>(launch.problem);
-  if (int64_t{4} * p.slabs * p.planes > int64_t{5} * alone.slabs * alone.planes) return 0;
   p.filter_partial = launch.filter_partial, p.bias_partial = launch.bias_partial;
-  const auto kernel = conv_activation_moments_backward_wgmma_both<Config, Act>;
-  allow_shared_bytes(kernel, kName, Config::kMostSharedBytes);
+  allow_shared_bytes(kernel, name, Config::kMostSharedBytes);
   const int blocks = wgmma_input_blocks<Config>(p, launch.sm_count);
-  launch_wgmma_input_tiles<Config>(kernel, kName, p, blocks, launch, activation);
-  return int64_t{blocks} * Config::kWarpgroups;
+  launch_wgmma_input_tiles<Config>(kernel, name, p, blocks, launch, activation...);
+  return int64_t{blocks} * kSums;
+}
+
+// 0 where it was not launched, as the next one.
+template <class Config, class Act>
+int64_t launch_wgmma_both_kernel(const WgmmaBackwardLaunch& launch, const Act& activation) {
+  const WgmmaInputParams p = wgmma_input_params<Config>(launch.problem);
+  if (wgmma_both_is_longer<Config>(p, launch.problem)) return 0;
+  return launch_wgmma_both_tiles<Config, Config::kWarpgroups>(
+      conv_activation_moments_backward_wgmma_both<Config, Act>,
+      "conv_activation_moments_backward_wgmma_both", launch, activation);
+}
+
+template <int C, int kExtent, class Act>
+int64_t launch_wgmma_both_split_kernel(const WgmmaBackwardLaunch& launch, const Act& activation) {
+  const auto with = [&](auto whole) {
+    using Config = WgmmaBothSplitConfig<C, kExtent, kExtent, kExtent, decltype(whole)::value>;
+    return launch_wgmma_both_tiles<Config, Config::kTiles>(
+        conv_activation_moments_backward_wgmma_both_split<Config, Act>,
+        "conv_activation_moments_backward_wgmma_both_split", launch, activation);
+  };
+  using Config = WgmmaBothSplitConfig<C, kExtent, kExtent, kExtent>;
+  const WgmmaInputParams p = wgmma_input_params<Config>(launch.problem);
+  if (wgmma_both_is_longer<Config>(p, launch.problem)) return 0;
+  return p.slabs * p.segments == 1 ? with(std::true_type{}) : with(std::false_type{});
 }
 
 inline bool is_hardswish(const WgmmaBackwardLaunch& launch) {
@@ -214,14 +243,18 @@ void launch_wgmma_input(const WgmmaBackwardLaunch& launch) {
   });
 }
 
-// For operands of one part and hardswish; 0 where it does not take the problem.
+// For hardswish; 0 where it does not take the problem.
 template <WgmmaOperand kOperand>
 int64_t launch_wgmma_both(const WgmmaBackwardLaunch& launch) {
   if (!is_hardswish(launch)) return 0;
   return dispatch_wgmma_filter(launch.problem, [&](auto filter) {
     constexpr int kC = decltype(filter)::kC, kExtent = decltype(filter)::kExtent;
-    using Config = WgmmaBothConfig<kOperand, kC, kExtent, kExtent, kExtent>;
-    return launch_wgmma_both_kernel<Config>(launch, HardswishFn{});
+    if constexpr (kOperand == WgmmaOperand::kSplit) {
+      return launch_wgmma_both_split_kernel<kC, kExtent>(launch, HardswishFn{});
+    } else {
+      using Config = WgmmaBothConfig<kOperand, kC, kExtent, kExtent, kExtent>;
+      return launch_wgmma_both_kernel<Config>(launch, HardswishFn{});
+    }
   });
 }
 
@@ -239,6 +272,7 @@ extern template void launch_wgmma_input<WgmmaOperand::kSplit>(const WgmmaBackwar
 extern template void launch_wgmma_input<WgmmaOperand::kFloat16>(const WgmmaBackwardLaunch&);
 extern template void launch_wgmma_input<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
 extern template int64_t launch_wgmma_both<WgmmaOperand::kTf32>(const WgmmaBackwardLaunch&);
+extern template int64_t launch_wgmma_both<WgmmaOperand::kSplit>(const WgmmaBackwardLaunch&);
 extern template int64_t launch_wgmma_both<WgmmaOperand::kFloat16>(const WgmmaBackwardLaunch&);
 extern template int64_t launch_wgmma_both<WgmmaOperand::kBFloat16>(const WgmmaBackwardLaunch&);
 

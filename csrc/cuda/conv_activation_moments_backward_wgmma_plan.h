@@ -31,11 +31,11 @@ inline int64_t wgmma_input_most_pieces(const Problem& p) {
 }
 
 // At most so many sums of a filter's gradient that the kernel of both leaves for each tile of
-// output channels.
-inline int64_t wgmma_both_most_sums(const Problem& p, int32_t sm_count) {
+// output channels. With split operands a block takes one piece at a time instead of two.
+inline int64_t wgmma_both_most_sums(const Problem& p, int32_t sm_count, bool split) {
   const int64_t pieces = p.N * wgmma_input_most_pieces(p);
-  const int64_t blocks = (pieces + kWgmmaBothWarpgroups - 1) / kWgmmaBothWarpgroups;
-  return std::min<int64_t>(blocks, sm_count) * kWgmmaBothWarpgroups;
+  const int64_t at_once = split ? 1 : kWgmmaBothWarpgroups;
+  return std::min<int64_t>((pieces + at_once - 1) / at_once, sm_count) * kWgmmaBothWarpgroups;
 }
 
 // Why they do not take a problem that the backward window kernels take (backward_refusal); empty

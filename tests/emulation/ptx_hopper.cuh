@@ -189,6 +189,10 @@ inline void store_shared(uint32_t address, const float (&r)[4]) {
   if (address % 16 != 0) emu::fail("st.shared.v4: address 0x%x is not aligned", address);
   memcpy(emu::shared_pointer(address), r, 16);
 }
+inline void store_shared(uint32_t address, const float (&r)[2]) {
+  if (address % 8 != 0) emu::fail("st.shared.v2: address 0x%x is not aligned", address);
+  memcpy(emu::shared_pointer(address), r, 8);
+}
 inline void store_global(float* to, const float (&r)[4]) {
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0)
     emu::fail("st.global.v4: %p is not aligned", (void*)to);
@@ -346,11 +350,11 @@ void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
       {Type, N, Accumulate, uint64_t{8} << 32 | b, 0, d, a, {a[0], a[1], a[2], a[3]}});
 }
 
-template <WgmmaType Type, int N, int kColumnBytes>
+template <WgmmaType Type, int N, int kColumnBytes, bool Accumulate = true>
 void wgmma_shared(float* d, uint32_t a, uint32_t b) {
   emulation::issue_wgmma({Type,
                           N,
-                          true,
+                          Accumulate,
                           uint64_t{kColumnBytes / 16} << 32 | b,
                           uint64_t{8} << 32 | a,
                           d,
@@ -373,6 +377,8 @@ inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   b.settle();
   emu::progress();
 }
+
+inline void mbarrier_arrive(uint32_t barrier) { mbarrier_arrive_expect(barrier, 0); }
 
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   emu::Mbarrier& b = emu::mbarrier(barrier);

@@ -42,6 +42,9 @@ __device__ __forceinline__ void store_shared(uint32_t address, const float (&r)[
                "f"(r[2]), "f"(r[3])
                : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t address, const float (&r)[2]) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(r[0]), "f"(r[1]) : "memory");
+}
 __device__ __forceinline__ void load_shared(uint32_t (&r)[2], uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])
@@ -301,47 +304,55 @@ __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint32_t
 #endif
 }
 
-#define CONVNORMPOOL_WGMMA_SHARED(shape, types, registers, a_operand, b_operand, b_high, ...) \
-  asm volatile("{\n.reg .b64 a_descriptor, b_descriptor;\nmov.b64 a_descriptor, {" a_operand  \
-               ", 8};\nmov.b64 b_descriptor, {" b_operand ", " b_high                         \
-               "};\nwgmma.mma_async.sync.aligned." shape ".f32." types " {" registers         \
-               "}, a_descriptor, b_descriptor, 1, 1, 1, 1, 0;\n}\n"                           \
-               : __VA_ARGS__                                                                  \
+#define CONVNORMPOOL_WGMMA_SHARED(shape, types, scale_d, registers, a_operand, b_operand, b_high, \
+                                  ...)                                                            \
+  asm volatile("{\n.reg .b64 a_descriptor, b_descriptor;\nmov.b64 a_descriptor, {" a_operand      \
+               ", 8};\nmov.b64 b_descriptor, {" b_operand ", " b_high                             \
+               "};\nwgmma.mma_async.sync.aligned." shape ".f32." types " {" registers             \
+               "}, a_descriptor, b_descriptor, " scale_d ", 1, 1, 1, 0;\n}\n"                     \
+               : __VA_ARGS__                                                                      \
                : "r"(a), "r"(b), "n"(kColumnBytes / 16))
-#define CONVNORMPOOL_WGMMA_SHARED_TYPES(n, registers, a_operand, b_operand, b_high, ...)          \
-  if constexpr (Type == WgmmaType::kF16) {                                                        \
-    CONVNORMPOOL_WGMMA_SHARED("m64n" n "k16", "f16.f16", registers, a_operand, b_operand, b_high, \
-                              __VA_ARGS__);                                                       \
-  } else {                                                                                        \
-    CONVNORMPOOL_WGMMA_SHARED("m64n" n "k16", "bf16.bf16", registers, a_operand, b_operand,       \
-                              b_high, __VA_ARGS__);                                               \
+#define CONVNORMPOOL_WGMMA_SHARED_TYPES(n, scale_d, registers, a_operand, b_operand, b_high, ...)  \
+  if constexpr (Type == WgmmaType::kF16) {                                                         \
+    CONVNORMPOOL_WGMMA_SHARED("m64n" n "k16", "f16.f16", scale_d, registers, a_operand, b_operand, \
+                              b_high, __VA_ARGS__);                                                \
+  } else {                                                                                         \
+    CONVNORMPOOL_WGMMA_SHARED("m64n" n "k16", "bf16.bf16", scale_d, registers, a_operand,          \
+                              b_operand, b_high, __VA_ARGS__);                                     \
+  }
+#define CONVNORMPOOL_WGMMA_SHARED_WIDTHS(mode, scale_d)                                    \
+  if constexpr (N == 16) {                                                                 \
+    CONVNORMPOOL_WGMMA_SHARED_TYPES("16", scale_d, CONVNORMPOOL_R8, "%8", "%9", "%10",     \
+                                    CONVNORMPOOL_D8(mode, 0));                             \
+  } else if constexpr (N == 32) {                                                          \
+    CONVNORMPOOL_WGMMA_SHARED_TYPES("32", scale_d, CONVNORMPOOL_R16, "%16", "%17", "%18",  \
+                                    CONVNORMPOOL_D8(mode, 0), CONVNORMPOOL_D8(mode, 8));   \
+  } else if constexpr (N == 48) {                                                          \
+    CONVNORMPOOL_WGMMA_SHARED_TYPES("48", scale_d, CONVNORMPOOL_R24, "%24", "%25", "%26",  \
+                                    CONVNORMPOOL_D8(mode, 0), CONVNORMPOOL_D8(mode, 8),    \
+                                    CONVNORMPOOL_D8(mode, 16));                            \
+  } else {                                                                                 \
+    CONVNORMPOOL_WGMMA_SHARED_TYPES("64", scale_d, CONVNORMPOOL_R32, "%32", "%33", "%34",  \
+                                    CONVNORMPOOL_D8(mode, 0), CONVNORMPOOL_D8(mode, 8),    \
+                                    CONVNORMPOOL_D8(mode, 16), CONVNORMPOOL_D8(mode, 24)); \
   }
 
 // The same with a in shared memory: a wgmma_operand whose rows are neighbours. Its core matrices
 // are 8 depths of 16 bytes, one after the other along the rows. B's are kColumnBytes apart along
 // its columns, and may overlap.
-template <WgmmaType Type, int N, int kColumnBytes>
+template <WgmmaType Type, int N, int kColumnBytes, bool Accumulate = true>
 __device__ __forceinline__ void wgmma_shared(float* d, uint32_t a, uint32_t b) {
   static_assert(N == 16 || N == 32 || N == 48 || N == 64, "the widths that are used");
 #if CONVNORMPOOL_HOPPER
-  if constexpr (N == 16) {
-    CONVNORMPOOL_WGMMA_SHARED_TYPES("16", CONVNORMPOOL_R8, "%8", "%9", "%10",
-                                    CONVNORMPOOL_D8("+f", 0));
-  } else if constexpr (N == 32) {
-    CONVNORMPOOL_WGMMA_SHARED_TYPES("32", CONVNORMPOOL_R16, "%16", "%17", "%18",
-                                    CONVNORMPOOL_D8("+f", 0), CONVNORMPOOL_D8("+f", 8));
-  } else if constexpr (N == 48) {
-    CONVNORMPOOL_WGMMA_SHARED_TYPES("48", CONVNORMPOOL_R24, "%24", "%25", "%26",
-                                    CONVNORMPOOL_D8("+f", 0), CONVNORMPOOL_D8("+f", 8),
-                                    CONVNORMPOOL_D8("+f", 16));
+  if constexpr (Accumulate) {
+    CONVNORMPOOL_WGMMA_SHARED_WIDTHS("+f", "1");
   } else {
-    CONVNORMPOOL_WGMMA_SHARED_TYPES("64", CONVNORMPOOL_R32, "%32", "%33", "%34",
-                                    CONVNORMPOOL_D8("+f", 0), CONVNORMPOOL_D8("+f", 8),
-                                    CONVNORMPOOL_D8("+f", 16), CONVNORMPOOL_D8("+f", 24));
+    CONVNORMPOOL_WGMMA_SHARED_WIDTHS("=f", "0");
   }
 #endif
 }
 
+#undef CONVNORMPOOL_WGMMA_SHARED_WIDTHS
 #undef CONVNORMPOOL_WGMMA_SHARED_TYPES
 #undef CONVNORMPOOL_WGMMA_SHARED
 #undef CONVNORMPOOL_WGMMA_WIDTHS
@@ -372,6 +383,13 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
 #if CONVNORMPOOL_HOPPER
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
+#endif
+}
+
+// One arrival.
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+#if CONVNORMPOOL_HOPPER
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 

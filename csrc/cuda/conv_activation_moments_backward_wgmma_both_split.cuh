@@ -1,0 +1,508 @@
+// The fused backward on Hopper, both gradients from one recomputation, with split operands: what
+// conv_activation_moments_backward_wgmma_both.cuh does, as exactly as float32.
+//
+// Two warpgroups share an item and do the same: of each block of four columns warpgroup t has
+// columns 2 t and 2 t + 1, its tile, whose rows g and g + 8 these are. Warp q owns output row q.
+//
+// Each plane of x is scaled, split and stored once. It is operand A of the recomputation, loaded
+// into registers, and B of the filter's gradient, by descriptors. dy of a plane is stored as
+// operand A of both gradients: of the filter's by descriptors, of the input's to be loaded into
+// registers, for the columns of other lanes and of the other warpgroup are then read like the own.
+//
+// The products of a plane are added up in accumulators of their own, the small ones first, and
+// planes outside, for the tensor cores round towards zero. So the weights need no order for each
+// phase: that is in which registers the products are added.
+//
+// A step, of plane p of x, begins with a barrier of the block:
+//   y of plane p, dx of the dy that the step before stored, then dw of it are begun;
+//   the rows of dx that met in the step before are added up and written, by one of the warpgroups;
+//   plane p + 1 of x, which the step before loaded, is stored, and plane p + 2 loaded;
+//   y of plane p is complete, and dy of the output plane that it finishes is formed and stored;
+//   the plane of dx that is finished is stored where its rows meet.
+// The filter's products are added in the next step. What a step stores has a place of its own until
+// the barrier after the next one.
+//
+// Launch: conv_activation_moments_backward_wgmma_both_split with wgmma_input_blocks blocks of
+// Config::kThreads threads, one on an SM, and wgmma_input_shared_bytes<Config>(params) bytes of
+// dynamic shared memory; then sum_backward_kernel for dw, with a count of Config::kTiles for each
+// block, and for db with four times that.
+#pragma once
+
+#include "cuda/conv_activation_moments_backward_wgmma_both_split_filter.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_both_split_inputs.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_input_outputs.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_input_rows.cuh"
+
+namespace convnormpool {
+
+template <class Config, class Act>
+struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
+  using Outputs = WgmmaInputOutputs<Config, Act>;
+  using Terms = typename Outputs::Terms;
+  using Outputs::act, Outputs::gradient_exponent, Outputs::inside, Outputs::ring, Outputs::unscale;
+  using Outputs::lane, Outputs::warp;
+  static constexpr int kT = Config::kT, kC = Config::kC, kS = Config::kS, kParts = Config::kParts;
+  static constexpr int kSteps = Config::kSteps, kN = Config::kN;
+
+  const int tile;
+  uint32_t meeting = 0;   // the parity of the barrier's phase
+  uint32_t row_sums = 0;  // which of the places for a plane's sums is the step's
+  WgmmaInputRows<Config> rows;
+  WgmmaBothSplitInputs<Config> inputs;
+  WgmmaBothSplitFilter<Config> filter;
+  float y[8 * kT];              // [slot]
+  float turned[2 * kT * kC];    // dx: [slot][ci][column]; kh is lane % 4
+  uint32_t inputs_from;         // this lane's row of matrices of x in slot 0
+  uint32_t gradients_from[kS];  // and of dy kw columns before, in the first buffer
+
+  __device__ __forceinline__ WgmmaBothSplitSweep(WgmmaInputRing<Config>& r, const Act& activation,
+                                                 const WgmmaBothParams& p, int t)
+      : Outputs(r, activation), tile(t), rows(r), inputs(r, t), filter(r, p, t) {}
+
+  // The barrier of the block in two halves: of a step, and of the next one.
+  __device__ __forceinline__ void arrive() const {
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive(ring.base() + uint32_t(Config::kMeetOffset));
+    __syncwarp();
+  }
+  __device__ __forceinline__ void wait() {
+    mbarrier_wait(ring.base() + uint32_t(Config::kMeetOffset), meeting);
+    meeting ^= 1;
+  }
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (float& v : y) v = 0.f;
+#pragma unroll
+    for (float& v : turned) v = 0.f;
+    this->terms_from = uint32_t(opaque_value(int(Outputs::terms())));
+    this->zeros_from = ring.base() + uint32_t(Config::kZeroOffset);
+    this->outputs = gradient_exponent = 0;
+    inside[0] = inside[1] = 0u;
+    Outputs::set_exponent(0);
+    const int second = lane() / 8 % 2, half = lane() / 16;
+    inputs_from = ring.base() +
+                  uint32_t(Config::kPlaneOffset + Config::pair_offset(warp(), half) +
+                           (2 * tile + second) * Config::kColumnBytes + lane() % 8 * 16);
+#pragma unroll
+    for (int kw = 0; kw < kS; ++kw) {
+      const int column = 2 * tile + second - kw;
+      gradients_from[kw] = filter.newest_from(column < 0 ? column + 8 : column, half);
+    }
+  }
+
+  // The terms of a sample, with dy = (alpha + slope a(y)) a'(y).
+  __device__ __forceinline__ void begin_sample(int n) {
+    Terms of;
+    Outputs::choose_gradient_exponent(Outputs::sample_terms(of, n));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of.alpha[i] = fmaf(-of.slope[i], of.mean[i], of.alpha[i]);
+    Outputs::begin_terms(of);
+  }
+
+  __device__ __forceinline__ void begin_quad() {
+    const WgmmaInputParams& p = ring.p;
+    const WgmmaInputItem at(p, ring.item, Config::kSegmentStep);
+    if (ring.quad == 0) {
+      filter.template add_bias_results<false>(gradient_exponent);
+      begin_sample(at.n);
+    }
+    this->outputs = p.Z - at.plane;
+    const bool row = 4 * ring.quad + warp() < p.P;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = at.column + 4 * Outputs::block() + 2 * tile + i;
+      const bool output = row && column >= 0 && column < p.Q;
+      inside[i] = uint32_t(opaque_value(output ? int(__float_as_uint(0.5f)) : 0));
+    }
+    filter.begin_quad();
+  }
+
+  // An operand of which the compiler does not know that it is the same in every step: it would keep
+  // the descriptors of all wgmmas in registers.
+  __device__ __forceinline__ uint32_t fixed_operand(int offset, int depth_bytes) const {
+    const uint32_t operand = wgmma_operand(ring.base() + uint32_t(offset), uint32_t(depth_bytes));
+    return uint32_t(uniform_value(int(operand)));
+  }
+
+  // ---- y
+
+  __device__ __forceinline__ void load_inputs(uint32_t (&a)[kSteps][4]) const {
+    const uint32_t from = inputs_from + uint32_t(filter.slot * Config::kSlotBytes);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      ldmatrix_x4_trans(
+          a[i], from + uint32_t(i / kC * Config::kPlaneBytes + i % kC * Config::kSpanStep));
+    }
+  }
+
+  template <int kCount, bool kAccumulate = true>
+  __device__ __forceinline__ void recompute_step(float* d, const uint32_t (&a)[4],
+                                                 uint32_t weights, int step) const {
+    wgmma<Config::kType, 16 * kCount, kAccumulate>(
+        d, a, weights + uint32_t(step * Config::kStepBytes) / 16);
+  }
+  // By recursion: loops that call two wgmmas a turn are not always unrolled.
+  template <int kCount, int kChannel>
+  __device__ __forceinline__ void recompute_small(float* fresh, const uint32_t (&a)[kSteps][4],
+                                                  uint32_t weights) const {
+    if constexpr (kChannel < kC) {
+      recompute_step<kCount, (kChannel > 0)>(fresh, a[kC + kChannel], weights, kChannel);
+      recompute_step<kCount>(fresh, a[kChannel], weights, kC + kChannel);
+      recompute_small<kCount, kChannel + 1>(fresh, a, weights);
+    }
+  }
+  template <int kCount, int kChannel>
+  __device__ __forceinline__ void recompute_large(float* fresh, const uint32_t (&a)[kSteps][4],
+                                                  uint32_t weights) const {
+    if constexpr (kChannel < kC) {
+      recompute_step<kCount>(fresh, a[kChannel], weights, kChannel);
+      recompute_large<kCount, kChannel + 1>(fresh, a, weights);
+    }
+  }
+
+  // Begins the products [kd] of the step's plane of x with its first kCount depth taps.
+  template <int kCount>
+  __device__ __forceinline__ void recompute(float* fresh, uint32_t (&a)[kSteps][4]) const {
+    load_inputs(a);
+    pin_fragments(a);
+    wgmma_fence();
+    const uint32_t weights = fixed_operand(Config::kWeightOffset, Config::kDepthBytes);
+    recompute_small<kCount, 0>(fresh, a, weights);
+    recompute_large<kCount, 0>(fresh, a, weights);
+    wgmma_commit();
+  }
+
+  // Adds them, x scaled by 2^exponent: slot kPhase begins.
+  template <int kPhase, int kCount>
+  __device__ __forceinline__ void add_outputs(const float* fresh, int exponent) {
+    if (__builtin_expect(exponent != this->exponent, 0)) {
+      const int change = min(exponent - this->exponent, 127);
+      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
+#pragma unroll
+      for (float& v : y) v *= factor;
+      Outputs::set_exponent(exponent);
+    }
+#pragma unroll
+    for (int kd = 0; kd < kCount; ++kd) {
+      float* const to = y + 8 * ((kPhase - kd + kT) % kT);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) to[i] = (kd == 0 ? 0.f : to[i]) + fresh[8 * kd + i];
+    }
+    pin_accumulators(y);  // later, `fresh` would have to be copied
+  }
+
+  // ---- dy
+
+  // dy of output plane `plane`, which is complete in slot kSlot, as operands.
+  template <int kSlot>
+  __device__ __forceinline__ void form(int plane) {
+    const uint32_t from = plane < this->outputs ? this->terms_from : this->zeros_from;
+    Terms of;
+    load_shared(of.biases, from + 192);
+    load_shared(of.alpha, from + 64);
+    load_shared(of.slope, from + 128);
+    float v[8];
+    output_gradients<kSlot>(of, v);
+    filter.add_bias(v, plane);
+    uint32_t parts[kParts][4];
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const int to = j / 4 + j % 4;
+      const uint32_t pair = wgmma_input_pack<Config>(v[j], v[j + 1]);
+      __half2 halves;
+      memcpy(&halves, &pair, 4);
+      const float2 back = __half22float2(halves);
+      parts[0][to] = pair;
+      parts[1][to] = wgmma_input_pack<Config>(v[j] - back.x, v[j + 1] - back.y);
+    }
+    filter.store_gradients(parts, plane);
+  }
+
+  // Zero where the lane has no output: [column][channel].
+  template <int kSlot>
+  __device__ __forceinline__ void output_gradients(const Terms& of, float (&v)[8]) const {
+    const auto &alpha = of.alpha, &slope = of.slope, &biases = of.biases;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int i = j % 4;
+      v[j] = fmaf(y[8 * kSlot + i / 2 * 4 + j / 4 * 2 + i % 2], unscale[i], biases[i]);
+    }
+    if constexpr (Outputs::kHardswish) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        // Half of hardswish's derivative is the gate less 1/4, or half of it beyond the knees.
+        float value[4], gate[4], half[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          value[i] = v[4 * column + i];
+          gate[i] = __saturatef(fmaf(value[i], 1.f / 6.f, 0.5f));
+          half[i] = gate[i] - 0.25f;
+        }
+        multiply_beyond(half, value, 3.f, gate, __uint_as_float(inside[column]), inside[column]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          v[4 * column + i] = fmaf(slope[i], value[i] * gate[i], alpha[i]) * half[i];
+        }
+      }
+    } else {
+      transform(act, v, [&](const auto& function, float value, int i) {
+        return fmaf(slope[i], function.value(value), alpha[i]) *
+               function.derivative(value);
+      });
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = inside[j / 4] != 0 ? v[j] : 0.f;
+    }
+  }
+
+  // ---- dx
+
+  template <bool kAccumulate = true>
+  __device__ __forceinline__ void turn(float* d, const uint32_t (&dy)[4], uint32_t weights, int kw,
+                                       int weight_part) const {
+    wgmma<Config::kType, kN, kAccumulate>(
+        d, dy, weights + uint32_t((kw * kParts + weight_part) * Config::kTapBytes) / 16);
+  }
+  template <int kTap>
+  __device__ __forceinline__ void turn_small(float* fresh, const uint32_t (&dy)[kParts * kS][4],
+                                             uint32_t weights) const {
+    if constexpr (kTap < kS) {
+      turn<(kTap > 0)>(fresh, dy[kS + kTap], weights, kTap, 0);
+      turn(fresh, dy[kTap], weights, kTap, 1);
+      turn_small<kTap + 1>(fresh, dy, weights);
+    }
+  }
+  template <int kTap>
+  __device__ __forceinline__ void turn_large(float* fresh, const uint32_t (&dy)[kParts * kS][4],
+                                             uint32_t weights) const {
+    if constexpr (kTap < kS) {
+      turn(fresh, dy[kTap], weights, kTap, 0);
+      turn_large<kTap + 1>(fresh, dy, weights);
+    }
+  }
+
+  // Begins the products [kd, ci] of the newest dy.
+  __device__ __forceinline__ void load_gradients(uint32_t (&dy)[kParts * kS][4],
+                                                 uint32_t newest) const {
+#pragma unroll
+    for (int i = 0; i < kParts * kS; ++i) {
+      ldmatrix_x4(dy[i], gradients_from[i % kS] + newest +
+                             uint32_t(i / kS * filter.kNewestPart));
+    }
+  }
+  __device__ __forceinline__ void multiply_gradient(float* fresh,
+                                                    uint32_t (&dy)[kParts * kS][4]) const {
+    pin_fragments(dy);
+    wgmma_fence();
+    const uint32_t weights = fixed_operand(Config::kTurnedOffset, Config::kTapBytes / 2);
+    turn_small<0>(fresh, dy, weights);
+    turn_large<0>(fresh, dy, weights);
+    wgmma_commit();
+  }
+
+  // Adds them: slot kPhase is complete, the one before begins.
+  template <int kPhase>
+  __device__ __forceinline__ void add_inputs(const float* fresh) {
+#pragma unroll
+    for (int i = 0; i < kT * kC; ++i) {
+      float* const to = turned + 2 * ((kPhase + i / kC) % kT * kC + i % kC);
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        const float product = fresh[i / 2 * 4 + column * 2 + i % 2];
+        to[column] = (i / kC == kT - 1 ? 0.f : to[column]) + product;
+      }
+    }
+    pin_accumulators(turned);
+  }
+
+  // A finished plane of dx to where its rows are added up.
+  template <int kPhase>
+  __device__ __forceinline__ void store_rows() const {
+    const int kh = lane() % 4;
+    const uint32_t to =
+        ring.base() + uint32_t(Config::kSumOffset) + row_sums +
+        uint32_t(((warp() * 4 + kh) * Config::kSumPitch + 4 * Outputs::block() +
+                  2 * (tile ^ (kh % 2))) *
+                 4);
+#pragma unroll
+    for (int ci = 0; ci < kC; ++ci) {
+      const float* const from = turned + 2 * (kPhase * kC + ci);
+      const float two[2] = {from[0], from[1]};
+      store_shared(to + uint32_t(ci * 16 * Config::kSumPitch * 4), two);
+    }
+  }
+
+  // The plane that the step two before plane p has stored, of this quad or the one before.
+  template <int kPhase>
+  __device__ __forceinline__ void add_rows(int p) {
+    const int plane = p > kT + 1 ? p - kT - 2 : p - kT - 2 + ring.p.planes;
+    row_sums = row_sums == 2 * Config::kSumBytes ? 0u : row_sums + Config::kSumBytes;
+    if (kPhase % 2 == tile) {
+      rows.buffer = row_sums == 2 * Config::kSumBytes ? 0u : row_sums + Config::kSumBytes;
+      rows.add(plane, rows.load(plane));
+    }
+  }
+
+  // ---- planes
+
+  // Plane p = kPhase mod T of the quad, with kCount planes of y in work. kDy: the step before has
+  // stored dy. Without kInput there is no plane, but what those before it leave.
+  template <int kPhase, int kCount, bool kDy, bool kBody, bool kInput = true>
+  __device__ __forceinline__ void step(int p) {
+    wait();
+    const int planes = ring.p.planes;
+    if (kInput && tile == 0) ring.template refill<1>(p + 1);
+    float fresh[8 * kCount], fresh_turned[kN / 2];
+    uint32_t a[kSteps][4], dy[kParts * kS][4];
+    if constexpr (kInput) recompute<kCount>(fresh, a);
+    filter.multiply();
+
+    const uint32_t newest = filter.newest_offset();
+    if constexpr (kInput) {
+      wgmma_wait<1>();
+      pin_accumulators(fresh);
+      add_outputs<kPhase, kCount>(fresh, inputs.exponent);
+    }
+    if constexpr (kInput && (kBody || kPhase == kT - 1)) {
+      form<(kPhase + 1) % kT>(p + 1 - kT);
+    } else {
+      filter.store_no_gradients();
+    }
+    const bool last = kBody && ring.last();
+    if constexpr (kInput) {
+      if (!last || p + 1 < planes) {
+        const bool begins = kBody && kPhase == kT - 1 && p + 1 == planes;
+        inputs.choose_exponent(begins, begins && ring.last_quad());
+        inputs.store(filter.slot_after(1));
+      }
+      if (!last || p + 2 < planes) inputs.load();
+    }
+    add_rows<kPhase>(p);
+    if constexpr (kInput) {
+      if (!last || p + 2 < planes) inputs.note();
+    }
+    fence_proxy_async();
+    if constexpr (kDy) load_gradients(dy, newest);
+    arrive();
+    if constexpr (kDy) multiply_gradient(fresh_turned, dy);
+    wgmma_wait<int(kDy)>();
+    pin_accumulators(filter.products);
+    filter.add_products(inputs.exponent, inputs.calm > kT);
+    if constexpr (kDy) {
+      wgmma_wait<0>();
+      pin_accumulators(fresh_turned);
+      add_inputs<kPhase>(fresh_turned);
+    }
+    store_rows<kPhase>();
+    if constexpr (!kBody) {
+#pragma unroll
+      for (int i = 0; i < 2 * kC; ++i) turned[kPhase * 2 * kC + i] = 0.f;
+    }
+    filter.slot = filter.slot_after(1);
+    if constexpr (kBody && kPhase == 1) {
+      if (p == kT + 1) rows.begin(gradient_exponent);
+    }
+  }
+
+  // The filter's sums of an item are complete.
+  __device__ __forceinline__ void finish_item() {
+    filter.flush();
+    filter.gradient_exponent = gradient_exponent;
+  }
+
+  template <int kPlane>
+  __device__ __forceinline__ void head() {
+    if constexpr (kPlane < kT) {
+      step<kPlane, kT, kPlane == 0, false>(kPlane);
+      head<kPlane + 1>();
+    }
+  }
+  template <int kPhase>
+  __device__ __forceinline__ void body(int p) {
+    if constexpr (kPhase < kT) {
+      step<kPhase, kT, true, true>(p + kPhase);
+      body<kPhase + 1>(p);
+    }
+  }
+  // What the last quad leaves.
+  template <int kPlane>
+  __device__ __forceinline__ void drain() {
+    if constexpr (kPlane < kT) {
+      step<kPlane, 1, kPlane == 0, false, false>(kPlane);
+      drain<kPlane + 1>();
+    }
+  }
+
+  // The first two planes.
+  __device__ __forceinline__ void begin_planes() {
+    inputs.channel = warp() + 2 * tile;
+    inputs.load();
+    inputs.note();
+    __syncthreads();
+    if (tile == 0) ring.template refill<1>(0);
+    inputs.choose_exponent(true, true);
+    inputs.store(0);
+    inputs.load();
+    inputs.note();
+    fence_proxy_async();
+    arrive();
+  }
+
+  __device__ __forceinline__ void run() {
+    filter.template add_results<true>();
+    filter.template add_bias_results<true>(0);
+    if (!ring.exists()) return;
+    begin();
+    begin_planes();
+    while (true) {
+      if (tile == 0) ring.announce();
+      begin_quad();
+      head<0>();
+      if (ring.quad == 0) finish_item();
+      int p = kT;
+      do {
+        body<0>(p);
+        p += kT;
+      } while (p < ring.p.planes);
+      if (ring.last()) break;
+      ring.next_quad();
+    }
+    drain<0>();
+    wait();
+    add_rows<0>(kT);
+    __syncthreads();
+    add_rows<1>(kT + 1);
+    finish_item();
+    filter.template add_bias_results<false>(gradient_exponent);
+  }
+};
+
+template <class Config, class Act>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    conv_activation_moments_backward_wgmma_both_split(const WgmmaBothParams p,
+                                                      const __grid_constant__ TensorMap map,
+                                                      const Act act) {
+  unsigned char* shared = dynamic_shared_memory();
+  if (threadIdx.x == 0) {
+    mbarrier_init(shared_address(shared) + uint32_t(Config::kMeetOffset), Config::kThreads / 32);
+  }
+  wgmma_input_begin<Config>(shared);
+  const WgmmaWeights<Config> weights(p, 16 * p.first_tile);
+  const int tile = uniform_value(int(threadIdx.x) / 128);
+  WgmmaInputRing<Config> ring(p, tile == 0 ? &map : nullptr, 0);
+  weights.store(shared);
+  wgmma_input_exponents<Config>(shared);
+  wgmma_both_split_operands<Config>(shared);
+  // No operands yet.
+  for (int i = Config::kWordOffset + 16 * int(threadIdx.x); i < Config::kCarryOffset;
+       i += 16 * Config::kThreads) {
+    *reinterpret_cast<uint4*>(shared + i) = make_uint4(0u, 0u, 0u, 0u);
+  }
+  fence_proxy_async();
+  __syncthreads();
+
+  WgmmaBothSplitSweep<Config, Act> sweep(ring, act, p, tile);
+  sweep.run();
+}
+
+}  // namespace convnormpool
