@@ -5,6 +5,9 @@
 namespace convnormpool {
 namespace {
 
+// Which instance of the kernels takes these moments.
+bool is_float(const GroupNormPool& p) { return p.mean.dtype == DType::kFloat32; }
+
 unsigned group_blocks(const GroupNormPool& p) {
   const int64_t per_block = kGroupThreads >> p.lanes_log2;
   return linear_grid((p.samples * p.groups + per_block - 1) / per_block);
@@ -45,9 +48,10 @@ void group_norm_pool_backward_out(Tensor grad_out, Tensor mean, Tensor m2,
   if (grad_mean && numel > 0) {
     check_statistics(*grad_mean, "grad_mean", numel, p.mean.dtype, mean);
     check_statistics(*grad_m2, "grad_m2", numel, p.mean.dtype, mean);
-    launch_dependent(group_norm_pool_backward_kernel, group_blocks(p), kGroupThreads, 0,
-                     scope.stream(), p, d, typed(*grad_mean, "grad_mean"),
-                     typed(*grad_m2, "grad_m2"));
+    launch_dependent(is_float(p) ? group_norm_pool_backward_kernel<true>
+                                 : group_norm_pool_backward_kernel<false>,
+                     group_blocks(p), kGroupThreads, 0, scope.stream(), p, d,
+                     typed(*grad_mean, "grad_mean"), typed(*grad_m2, "grad_m2"));
     check("group_norm_pool_backward_kernel", p);
   }
   if ((grad_weight || grad_bias) && p.channels > 0) {
@@ -59,8 +63,10 @@ void group_norm_pool_backward_out(Tensor grad_out, Tensor mean, Tensor m2,
         std::clamp<int64_t>(lanes << samples_log2, kWarpThreads, kSampleThreads);
     const dim3 grid(linear_grid((p.channels / p.groups + lanes - 1) / lanes),
                     static_cast<unsigned>(std::min<int64_t>(p.groups, 65535)));
-    launch_dependent(group_norm_pool_parameters_kernel, grid, static_cast<unsigned>(threads), 0,
-                     scope.stream(), p, d, to_weight, to_bias);
+    launch_dependent(is_float(p) ? group_norm_pool_parameters_kernel<true>
+                                 : group_norm_pool_parameters_kernel<false>,
+                     grid, static_cast<unsigned>(threads), 0, scope.stream(), p, d, to_weight,
+                     to_bias);
     check("group_norm_pool_parameters_kernel", p);
   }
 }
@@ -68,7 +74,8 @@ void group_norm_pool_backward_out(Tensor grad_out, Tensor mean, Tensor m2,
 }  // namespace
 
 void launch_group_norm_pool(const NormPool& norm, cudaStream_t stream) {
-  launch_dependent(group_norm_pool_kernel, group_blocks(norm.p), kGroupThreads, 0, stream, norm);
+  launch_dependent(is_float(norm.p) ? group_norm_pool_kernel<true> : group_norm_pool_kernel<false>,
+                   group_blocks(norm.p), kGroupThreads, 0, stream, norm);
   check("group_norm_pool_kernel", norm.p);
 }
 

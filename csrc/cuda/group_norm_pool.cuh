@@ -1,5 +1,6 @@
 // The kernels of _group_norm_pool_out and its backward: GroupNorm of the mean over positions, from
-// moments. All may be programmatic dependent launches.
+// moments. All may be programmatic dependent launches. kFloat: mean, m2 and their gradients are
+// float32, else of the type they say.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,13 +16,15 @@ namespace convnormpool {
 // Threads of a block that sums over samples.
 constexpr int kSampleThreads = 1024;
 
+template <bool kFloat>
 __global__ void __launch_bounds__(kGroupThreads) group_norm_pool_kernel(const NormPool norm) {
   grid_dependency_launch();
   grid_dependency_wait();
-  normalise_group(norm, group_place(norm.p));
+  normalise_group<kFloat>(norm, group_place(norm.p));
 }
 
 // grad_mean and grad_m2, a group at a time.
+template <bool kFloat>
 __global__ void __launch_bounds__(kGroupThreads)
     group_norm_pool_backward_kernel(GroupNormPool p, TypedPointer grad_out, TypedPointer grad_mean,
                                     TypedPointer grad_m2) {
@@ -33,28 +36,28 @@ __global__ void __launch_bounds__(kGroupThreads)
   const int64_t base = place.index * J;
   const int64_t first_channel = place.group * J;
   const int64_t mine = place.active ? J : 0;
-  const GroupStatistics group = group_statistics(p, base, place.lane, place.active);
+  const GroupStatistics group = group_statistics<kFloat>(p, base, place.lane, place.active);
   double P = 0, Q = 0;
   for (int64_t j = place.lane; j < mine; j += lanes) {
     const double wd = p.weight_of(first_channel + j) * load_element(grad_out, base + j);
     P += wd;
-    Q += wd * (load_element(p.mean, base + j) - group.mean);
+    Q += wd * (load_statistic<kFloat>(p.mean, base + j) - group.mean);
   }
-  P = lanes_sum(P, lanes) / static_cast<double>(J);
-  Q = lanes_sum(Q, lanes) / static_cast<double>(J);
+  P = p.by_channels.divide(lanes_sum(P, lanes));
+  Q = p.by_channels.divide(lanes_sum(Q, lanes));
   const double r = group.rstd;
-  const double r3Q = r * r * r * Q;
+  const double r3Q = r * r * r * Q, of_m2 = -r3Q / (2.0 * p.count);
   for (int64_t j = place.lane; j < mine; j += lanes) {
     // One channel is its group's mean: nothing flows back. As a product with zero, which fused
     // multiply-adds would miss by a rounding, and which keeps a NaN.
     double to_mean = r * 0.0, to_m2 = r * 0.0;
     if (J > 1) {
       const double wd = p.weight_of(first_channel + j) * load_element(grad_out, base + j);
-      to_mean = r * (wd - P) - r3Q * (load_element(p.mean, base + j) - group.mean);
-      to_m2 = -r3Q / (2.0 * p.count);
+      to_mean = r * (wd - P) - r3Q * (load_statistic<kFloat>(p.mean, base + j) - group.mean);
+      to_m2 = of_m2;
     }
-    store_element(grad_mean, base + j, to_mean);
-    store_element(grad_m2, base + j, to_m2);
+    store_statistic<kFloat>(grad_mean, base + j, to_mean);
+    store_statistic<kFloat>(grad_m2, base + j, to_m2);
   }
 }
 
@@ -62,6 +65,7 @@ __global__ void __launch_bounds__(kGroupThreads)
 // (s, l) takes channel l of the samples s, s + height, ... in order, height = threads / lanes; the
 // height partial sums are joined by a fixed tree. Group statistics are formed again, since there is
 // no place to keep them. Grid (chunks of a group's channels, groups).
+template <bool kFloat>
 __global__ void __launch_bounds__(kSampleThreads)
     group_norm_pool_parameters_kernel(GroupNormPool p, TypedPointer grad_out,
                                       TypedPointer grad_weight, TypedPointer grad_bias) {
@@ -83,10 +87,10 @@ __global__ void __launch_bounds__(kSampleThreads)
       const int64_t sample = first + (thread >> p.lanes_log2);
       const bool active = sample < p.samples;
       const int64_t base = sample * p.channels + group * J;
-      const GroupStatistics statistics = group_statistics(p, base, lane, active);
+      const GroupStatistics statistics = group_statistics<kFloat>(p, base, lane, active);
       if (active && in_group < J) {
         const double d = load_element(grad_out, base + in_group);
-        const double mean = load_element(p.mean, base + in_group);
+        const double mean = load_statistic<kFloat>(p.mean, base + in_group);
         weight_sum += d * ((mean - statistics.mean) * statistics.rstd);
         bias_sum += d;
       }

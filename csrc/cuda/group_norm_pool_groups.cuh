@@ -20,24 +20,49 @@ namespace convnormpool {
 constexpr int kGroupThreads = 128;
 constexpr int kMaxGroupLanesLog2 = 5;
 
+// Quotients by a number known before the launch, rounded as a division rounds them: a division
+// takes ten times as long.
+struct GroupDivisor {
+  double divisor, inverse;
+
+  __device__ __forceinline__ double divide(double x) const {
+    const double q = x * inverse;
+    return isfinite(q) ? fma(fma(-q, divisor, x), inverse, q) : q;
+  }
+};
+
 struct GroupNormPool {
   TypedPointer mean, m2;  // (N, channels), statistics type
   TypedPointer weight;    // (channels,) or null: ones
   int64_t samples, channels, groups;
   double count;  // positions behind each mean
   double eps;
-  int lanes_log2;
-  int64_t group_channels;  // channels / groups, which takes long on the device
+  // What group_norm_pool_derive makes of the others.
+  int lanes_log2 = 0;
+  int64_t group_channels = 0;
+  GroupDivisor by_channels{}, by_count{};  // of a group, and of its positions in all channels
   __device__ __forceinline__ double weight_of(int64_t channel) const {
     return weight.data == nullptr ? 1.0 : load_element(weight, channel);
   }
 };
 
+inline void group_norm_pool_derive(GroupNormPool& p) {
+  p.group_channels = p.channels / p.groups;
+  p.lanes_log2 = 0;
+  while (p.lanes_log2 < kMaxGroupLanesLog2 && int64_t{1} << p.lanes_log2 < p.group_channels) {
+    ++p.lanes_log2;
+  }
+  const double channels = static_cast<double>(p.group_channels), all = p.count * channels;
+  p.by_channels = {channels, 1.0 / channels};
+  p.by_count = {all, 1.0 / all};
+}
+
 struct GroupStatistics {
   double mean, rstd;
 };
 
-// An element of mean or m2: kFloat where they are known to be float32, else of the type they say.
+// An element of mean, m2 or their gradients: kFloat where they are known to be float32, else of the
+// type they say.
 template <bool kFloat>
 __device__ __forceinline__ double load_statistic(const TypedPointer& p, int64_t index) {
   if constexpr (kFloat) {
@@ -47,9 +72,18 @@ __device__ __forceinline__ double load_statistic(const TypedPointer& p, int64_t 
   }
 }
 
+template <bool kFloat>
+__device__ __forceinline__ void store_statistic(const TypedPointer& p, int64_t index, double x) {
+  if constexpr (kFloat) {
+    static_cast<float*>(p.data)[index] = narrow(x, float());
+  } else {
+    store_element(p, index, x);
+  }
+}
+
 // Of the group whose first channel is element `base` of mean and m2, in each of its lanes. Every
 // lane of the warp calls this; one that is not `active` reads nothing.
-template <bool kFloat = false>
+template <bool kFloat>
 __device__ __forceinline__ GroupStatistics group_statistics(const GroupNormPool& p, int64_t base,
                                                             int lane, bool active) {
   const int lanes = 1 << p.lanes_log2;
@@ -59,18 +93,17 @@ __device__ __forceinline__ GroupStatistics group_statistics(const GroupNormPool&
     sum += load_statistic<kFloat>(p.mean, base + j);
     inner += load_statistic<kFloat>(p.m2, base + j);
   }
-  // A division, not a product with 1/J: equal means have exactly their value as mean.
-  const double divisor = static_cast<double>(p.group_channels);
-  const double mean = lanes_sum(sum, lanes) / divisor;
+  // A quotient, not a product with 1/J: equal means have exactly their value as mean.
+  const double mean = p.by_channels.divide(lanes_sum(sum, lanes));
   double outer = 0;
   for (int64_t j = lane; j < J; j += lanes) {
     const double d = load_statistic<kFloat>(p.mean, base + j) - mean;
     outer = fma(d, d, outer);
   }
   const double variance =
-      fma(p.count, lanes_sum(outer, lanes), lanes_sum(inner, lanes)) / (p.count * divisor);
-  // An M2 that overflowed is Inf, and 1/sqrt(Inf) would give the finite value 0.
-  const double rstd = isfinite(variance) ? 1.0 / sqrt(variance + p.eps) : static_cast<double>(NAN);
+      p.by_count.divide(fma(p.count, lanes_sum(outer, lanes), lanes_sum(inner, lanes)));
+  // An M2 that overflowed is Inf, whose rsqrt would be the finite value 0.
+  const double rstd = isfinite(variance) ? rsqrt(variance + p.eps) : static_cast<double>(NAN);
   return {mean, rstd};
 }
 
@@ -97,7 +130,7 @@ struct NormPool {
 };
 
 // Every lane of the warp calls this. kFloat as in load_statistic.
-template <bool kFloat = false>
+template <bool kFloat>
 __device__ __forceinline__ void normalise_group(const NormPool& norm, const GroupPlace& place) {
   const GroupNormPool& p = norm.p;
   const int64_t J = p.group_channels;

@@ -29,10 +29,9 @@ inline GroupNormPool group_norm_pool_of(const Tensor& mean, const Tensor& m2,
   p.samples = samples;
   p.channels = channels;
   p.groups = num_groups;
-  p.group_channels = channels / num_groups;
   p.count = static_cast<double>(count);
   p.eps = eps;
-  p.lanes_log2 = ceil_log2(p.group_channels, kMaxGroupLanesLog2);
+  group_norm_pool_derive(p);
   return p;
 }
 

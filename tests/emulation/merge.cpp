@@ -71,14 +71,12 @@ void run(const char* name, Pieces pieces, int groups, DType dtype, bool affine) 
   const auto norm_of = [&](Results& r) {
     r.mean.assign(N * K, NAN), r.m2.assign(N * K, NAN);
     r.out.assign(N * K * size_t(element_size(dtype)), char(0xFF));
-    int lanes_log2 = 0;
-    while (lanes_log2 < kMaxGroupLanesLog2 && groups << lanes_log2 < int(K)) ++lanes_log2;
     const auto typed = [](std::vector<float>& v) {
       return TypedPointer{v.data(), DType::kFloat32};
     };
     NormPool norm{};
-    norm.p = {typed(r.mean), typed(r.m2), {},   int64_t(N), int64_t(K),
-              groups,        positions,   1e-5, lanes_log2, int64_t(K) / groups};
+    norm.p = {typed(r.mean), typed(r.m2), {}, int64_t(N), int64_t(K), groups, positions, 1e-5};
+    group_norm_pool_derive(norm.p);
     if (affine) norm.p.weight = typed(weight), norm.bias = typed(bias);
     norm.out = {r.out.data(), dtype};
     return norm;
@@ -93,7 +91,7 @@ void run(const char* name, Pieces pieces, int groups, DType dtype, bool affine) 
           merge_pieces_kernel<Pieces>, pieces, two.mean.data(), two.m2.data());
   const int64_t per_block = kGroupThreads >> norm.p.lanes_log2;
   emulate(dim3(unsigned((int64_t(N) * groups + per_block - 1) / per_block)), dim3(kGroupThreads), 0,
-          group_norm_pool_kernel, norm);
+          group_norm_pool_kernel<true>, norm);
 
   for (size_t i = 0; i < N * K; ++i) {
     const size_t k = i % K;
@@ -157,7 +155,8 @@ void not_finite(Pieces pieces) {
     std::vector<float> mean(2 * K), m2(mean), out(mean);
     const DType f = DType::kFloat32;
     NormPool norm{};
-    norm.p = {{mean.data(), f}, {m2.data(), f}, {}, 2, int64_t(K), 1, 100, 1e-5, 4, int64_t(K)};
+    norm.p = {{mean.data(), f}, {m2.data(), f}, {}, 2, int64_t(K), 1, 100, 1e-5};
+    group_norm_pool_derive(norm.p);
     norm.out = {out.data(), f};
     const MergeBlock block = merge_block(pieces.samples(), pieces.channels(), 1);
     emulate(dim3(blocks_of(pieces, block.samples)), dim3(unsigned(block.units * kMergeThreads)), 0,

@@ -180,15 +180,15 @@ void test_group_norm(int64_t N, int64_t K, int64_t groups) {
   }
   for (float& x : m2) x = 50 * std::fabs(normal(generator));
   const DType f = DType::kFloat32;
-  const GroupNormPool p{typed(mean, f), typed(m2, f), typed(weight, f), N, K, groups,
-                        count,          eps,          ceil_log2(J, 5),  J};
+  GroupNormPool p{typed(mean, f), typed(m2, f), typed(weight, f), N, K, groups, count, eps};
+  group_norm_pool_derive(p);
   const dim3 grid(ceil_divide(N * groups, kGroupThreads >> p.lanes_log2));
-  emulate(grid, dim3(kGroupThreads), 0, group_norm_pool_kernel,
+  emulate(grid, dim3(kGroupThreads), 0, group_norm_pool_kernel<true>,
           NormPool{p, typed(bias, f), typed(out, f), typed(group_mean, f), typed(group_rstd, f)});
-  emulate(grid, dim3(kGroupThreads), 0, group_norm_pool_backward_kernel, p, typed(grad, f),
+  emulate(grid, dim3(kGroupThreads), 0, group_norm_pool_backward_kernel<true>, p, typed(grad, f),
           typed(to_mean, f), typed(to_m2, f));
   emulate(dim3(ceil_divide(J, int64_t{1} << p.lanes_log2), unsigned(groups)), dim3(64), 0,
-          group_norm_pool_parameters_kernel, p, typed(grad, f), typed(grad_weight, f),
+          group_norm_pool_parameters_kernel<true>, p, typed(grad, f), typed(grad_weight, f),
           typed(grad_bias, f));
   std::vector<double> dw(size_t(K), 0.0), db(dw);
   for (int64_t n = 0; n < N; ++n) {
