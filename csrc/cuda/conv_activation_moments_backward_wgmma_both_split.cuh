@@ -81,9 +81,9 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
     inside[0] = inside[1] = 0u;
     Outputs::set_exponent(0);
     const int second = lane() / 8 % 2, half = lane() / 16;
-    inputs_from = ring.base() +
-                  uint32_t(Config::kPlaneOffset + Config::pair_offset(warp(), half) +
-                           (2 * tile + second) * Config::kColumnBytes + lane() % 8 * 16);
+    inputs_from =
+        ring.base() + uint32_t(Config::kPlaneOffset + Config::pair_offset(warp(), half) +
+                               (2 * tile + second) * Config::kColumnBytes + lane() % 8 * 16);
 #pragma unroll
     for (int kw = 0; kw < kS; ++kw) {
       const int column = 2 * tile + second - kw;
@@ -131,14 +131,14 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
     const uint32_t from = inputs_from + uint32_t(filter.slot * Config::kSlotBytes);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      ldmatrix_x4_trans(
-          a[i], from + uint32_t(i / kC * Config::kPlaneBytes + i % kC * Config::kSpanStep));
+      ldmatrix_x4_trans(a[i],
+                        from + uint32_t(i / kC * Config::kPlaneBytes + i % kC * Config::kSpanStep));
     }
   }
 
   template <int kCount, bool kAccumulate = true>
-  __device__ __forceinline__ void recompute_step(float* d, const uint32_t (&a)[4],
-                                                 uint32_t weights, int step) const {
+  __device__ __forceinline__ void recompute_step(float* d, const uint32_t (&a)[4], uint32_t weights,
+                                                 int step) const {
     wgmma<Config::kType, 16 * kCount, kAccumulate>(
         d, a, weights + uint32_t(step * Config::kStepBytes) / 16);
   }
@@ -164,7 +164,6 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
   // Begins the products [kd] of the step's plane of x with its first kCount depth taps.
   template <int kCount>
   __device__ __forceinline__ void recompute(float* fresh, uint32_t (&a)[kSteps][4]) const {
-    load_inputs(a);
     pin_fragments(a);
     wgmma_fence();
     const uint32_t weights = fixed_operand(Config::kWeightOffset, Config::kDepthBytes);
@@ -196,12 +195,7 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
 
   // dy of output plane `plane`, which is complete in slot kSlot, as operands.
   template <int kSlot>
-  __device__ __forceinline__ void form(int plane) {
-    const uint32_t from = plane < this->outputs ? this->terms_from : this->zeros_from;
-    Terms of;
-    load_shared(of.biases, from + 192);
-    load_shared(of.alpha, from + 64);
-    load_shared(of.slope, from + 128);
+  __device__ __forceinline__ void form(const Terms& of, int plane) {
     float v[8];
     output_gradients<kSlot>(of, v);
     filter.add_bias(v, plane);
@@ -247,8 +241,7 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
       }
     } else {
       transform(act, v, [&](const auto& function, float value, int i) {
-        return fmaf(slope[i], function.value(value), alpha[i]) *
-               function.derivative(value);
+        return fmaf(slope[i], function.value(value), alpha[i]) * function.derivative(value);
       });
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = inside[j / 4] != 0 ? v[j] : 0.f;
@@ -286,8 +279,7 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
                                                  uint32_t newest) const {
 #pragma unroll
     for (int i = 0; i < kParts * kS; ++i) {
-      ldmatrix_x4(dy[i], gradients_from[i % kS] + newest +
-                             uint32_t(i / kS * filter.kNewestPart));
+      ldmatrix_x4(dy[i], gradients_from[i % kS] + newest + uint32_t(i / kS * filter.kNewestPart));
     }
   }
   __device__ __forceinline__ void multiply_gradient(float* fresh,
@@ -319,11 +311,10 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
   template <int kPhase>
   __device__ __forceinline__ void store_rows() const {
     const int kh = lane() % 4;
-    const uint32_t to =
-        ring.base() + uint32_t(Config::kSumOffset) + row_sums +
-        uint32_t(((warp() * 4 + kh) * Config::kSumPitch + 4 * Outputs::block() +
-                  2 * (tile ^ (kh % 2))) *
-                 4);
+    const uint32_t to = ring.base() + uint32_t(Config::kSumOffset) + row_sums +
+                        uint32_t(((warp() * 4 + kh) * Config::kSumPitch + 4 * Outputs::block() +
+                                  2 * (tile ^ (kh % 2))) *
+                                 4);
 #pragma unroll
     for (int ci = 0; ci < kC; ++ci) {
       const float* const from = turned + 2 * (kPhase * kC + ci);
@@ -354,7 +345,16 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
     if (kInput && tile == 0) ring.template refill<1>(p + 1);
     float fresh[8 * kCount], fresh_turned[kN / 2];
     uint32_t a[kSteps][4], dy[kParts * kS][4];
-    if constexpr (kInput) recompute<kCount>(fresh, a);
+    Terms terms;
+    const uint32_t terms_from = p + 1 - kT < this->outputs ? this->terms_from : this->zeros_from;
+    constexpr bool kForm = kInput && (kBody || kPhase == kT - 1);
+    uint32_t word = 0;
+    if constexpr (kInput) {
+      load_inputs(a);
+      word = inputs.word();
+      if constexpr (kForm) load_shared(terms.biases, terms_from + 192);
+      recompute<kCount>(fresh, a);
+    }
     filter.multiply();
 
     const uint32_t newest = filter.newest_offset();
@@ -364,7 +364,9 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
       add_outputs<kPhase, kCount>(fresh, inputs.exponent);
     }
     if constexpr (kInput && (kBody || kPhase == kT - 1)) {
-      form<(kPhase + 1) % kT>(p + 1 - kT);
+      load_shared(terms.alpha, terms_from + 64);
+      load_shared(terms.slope, terms_from + 128);
+      form<(kPhase + 1) % kT>(terms, p + 1 - kT);
     } else {
       filter.store_no_gradients();
     }
@@ -372,7 +374,7 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
     if constexpr (kInput) {
       if (!last || p + 1 < planes) {
         const bool begins = kBody && kPhase == kT - 1 && p + 1 == planes;
-        inputs.choose_exponent(begins, begins && ring.last_quad());
+        inputs.choose_exponent(word, begins, begins && ring.last_quad());
         inputs.store(filter.slot_after(1));
       }
       if (!last || p + 2 < planes) inputs.load();
@@ -440,7 +442,7 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
     inputs.note();
     __syncthreads();
     if (tile == 0) ring.template refill<1>(0);
-    inputs.choose_exponent(true, true);
+    inputs.choose_exponent(inputs.word(), true, true);
     inputs.store(0);
     inputs.load();
     inputs.note();

@@ -7,10 +7,10 @@
 namespace convnormpool {
 
 // The kernel of the input's gradient with one item for two warpgroups, and the operands of the
-// filter's gradient. kWhole: items are whole samples, so that all of their dy counts for the filter.
+// filter's gradient. kWhole: items are whole samples, so that all of their dy counts for the
+// filter.
 template <int kC, int kT, int kR, int kS, bool kWhole_ = true, int kStages = 4>
-struct WgmmaBothSplitConfig
-    : WgmmaInputConfig<WgmmaOperand::kSplit, kC, kT, kR, kS, 1, kStages> {
+struct WgmmaBothSplitConfig : WgmmaInputConfig<WgmmaOperand::kSplit, kC, kT, kR, kS, 1, kStages> {
   using Input = WgmmaInputConfig<WgmmaOperand::kSplit, kC, kT, kR, kS, 1, kStages>;
   using Input::kParts, Input::kSteps, Input::kTapBytes, Input::kSumBytes;
   static constexpr bool kWhole = kWhole_;
@@ -20,8 +20,8 @@ struct WgmmaBothSplitConfig
   static constexpr int kTaps = kC * kT * kR * kS;
 
   // Weights of the recomputation, for each channel and part [kh / 2][kd][k] of (kw, kh % 2); those
-  // of the input's gradient for each kw and part, whose column 8 (i / 2) + 2 kh + i % 2 is (kd, ci),
-  // i = kd C + ci.
+  // of the input's gradient for each kw and part, whose column 8 (i / 2) + 2 kh + i % 2 is (kd,
+  // ci), i = kd C + ci.
   static constexpr int kDepthBytes = kT * 256;
   static constexpr int kStepBytes = 2 * kDepthBytes;
   static constexpr int kWeightBytes = kSteps * kStepBytes;
@@ -54,8 +54,9 @@ struct WgmmaBothSplitConfig
   static __host__ __device__ constexpr int pair_offset(int row, int pair) {
     return (row / 2 + pair) * kPairBytes + row % 2 * kSpanBytes;
   }
-  // If not kWhole, dy of the newest plane once more, all of it, as operand of the input's gradient: for each row, column of a block and
-  // half of the channels a matrix whose rows are the blocks in order, behind a row of zeros.
+  // If not kWhole, dy of the newest plane once more, all of it, as operand of the input's gradient:
+  // for each row, column of a block and half of the channels a matrix whose rows are the blocks in
+  // order, behind a row of zeros.
   static constexpr int kMatrixBytes = 9 * 16;
   static constexpr int kNewestBytes = kWhole ? 0 : 32 * kMatrixBytes;  // of a part
 

@@ -39,9 +39,9 @@ struct WgmmaBothSplitFilter {
                                                   const WgmmaBothParams& q, int t)
       : ring(r), p(q), tile(t) {
     const int half = lane() / 8 % 2, channels = lane() / 16;
-    gradients_to = ring.base() +
-                   uint32_t(Config::kGradientOffset + (warp() * 2 + tile) * Config::kTileBytes +
-                            half * Config::kHalfBytes + channels * 128 + lane() % 8 * 16);
+    gradients_to =
+        ring.base() + uint32_t(Config::kGradientOffset + (warp() * 2 + tile) * Config::kTileBytes +
+                               half * Config::kHalfBytes + channels * 128 + lane() % 8 * 16);
     newest_to = ring.base() + newest_row() +
                 uint32_t(((2 * tile + half) * 2 + channels) * Config::kMatrixBytes);
 #pragma unroll
@@ -59,8 +59,9 @@ struct WgmmaBothSplitFilter {
                     (1 + wgmma_block<Config>(lane() % 8)) * 16);
   }
 
-  // Where the newest dy of a column of this lane's row of matrices stands, as operand of the input's
-  // gradient, from newest_offset() on: columns 4 .. 7 are those of the block of columns before.
+  // Where the newest dy of a column of this lane's row of matrices stands, as operand of the
+  // input's gradient, from newest_offset() on: columns 4 .. 7 are those of the block of columns
+  // before.
   __device__ __forceinline__ uint32_t newest_from(int column, int channels) const {
     const int block = wgmma_block<Config>(lane() % 8) - column / 4;
     if constexpr (Config::kWhole) {
@@ -144,8 +145,7 @@ struct WgmmaBothSplitFilter {
   template <int kRow, bool kAccumulate>
   __device__ __forceinline__ void multiply_row(uint32_t gradients, uint32_t inputs,
                                                int gradient_part, int input_part) {
-    const int of =
-        gradient_part * Config::kGradientPart + kRow * 2 * Config::kTileBytes;
+    const int of = gradient_part * Config::kGradientPart + kRow * 2 * Config::kTileBytes;
     const int at = input_part * Config::kPlaneBytes + Config::pair_offset(kRow, 0);
     wgmma_shared<Config::kType, 16 * kC, Config::kSpanStep, kAccumulate>(
         products, gradients + uint32_t(of / 16), inputs + uint32_t(at / 16));
@@ -194,7 +194,8 @@ struct WgmmaBothSplitFilter {
   }
   // Sums go up with the exponent by no more than float has room for.
   __device__ __forceinline__ void follow_exponent() {
-    const int exponent = *WgmmaBothSplitInputs<Config>::slot_exponent(slot_after(Config::kSlots - kT));
+    const int exponent =
+        *WgmmaBothSplitInputs<Config>::slot_exponent(slot_after(Config::kSlots - kT));
     lowest_exponent = min(lowest_exponent, exponent);
     const int next = min(exponent, lowest_exponent + kMostRise);
     const int change = min(next - input_exponent, 127);

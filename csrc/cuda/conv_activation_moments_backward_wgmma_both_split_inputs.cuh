@@ -91,7 +91,8 @@ struct WgmmaBothSplitInputs {
     const int row = min(4 * tile + lane % 8 / 2, 6), column = min(lane / 8 * 2 + lane % 2, 6);
     const int even = row / 2 * Config::kPairBytes + row % 2 * 16;
     const int odd = (row - 1) / 2 * Config::kPairBytes + Config::kSpanBytes + (row - 1) % 2 * 16;
-    const uint32_t to = ring.base() + uint32_t(Config::kPlaneOffset + column * Config::kColumnBytes);
+    const uint32_t to =
+        ring.base() + uint32_t(Config::kPlaneOffset + column * Config::kColumnBytes);
     even_to = to + uint32_t(row == 6 ? odd : even);
     odd_to = to + uint32_t(row == 0 ? even : odd);
   }
@@ -134,9 +135,16 @@ struct WgmmaBothSplitInputs {
     __syncwarp();
   }
 
+  // One of what all warps have told.
+  __device__ __forceinline__ uint32_t word() const {
+    const uint32_t from = shared_address(words() + threadIdx.x % 8);
+    return load_shared(from);
+  }
+
   // After all warps' note: chooses the exponent for the plane, perhaps the first of a quad or item.
-  __device__ __forceinline__ void choose_exponent(bool first_of_quad, bool first_of_item) {
-    const uint32_t bits = __reduce_max_sync(~0u, words()[threadIdx.x % 8]);
+  __device__ __forceinline__ void choose_exponent(uint32_t word, bool first_of_quad,
+                                                  bool first_of_item) {
+    const uint32_t bits = __reduce_max_sync(~0u, word);
     ++calm;
     const int scaled = int(bits >> 23) - 127 + exponent;
     const int lowest = first_of_quad ? 9 : 6;

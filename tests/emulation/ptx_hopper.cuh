@@ -181,6 +181,11 @@ inline void load_shared(uint32_t (&r)[4], uint32_t address) {
   if (address % 16 != 0) emu::fail("ld.shared.v4: address 0x%x is not aligned", address);
   memcpy(r, emu::shared_pointer(address), 16);
 }
+inline uint32_t load_shared(uint32_t address) {
+  uint32_t r;
+  memcpy(&r, emu::shared_pointer(address), 4);
+  return r;
+}
 inline void load_shared(float (&r)[4], uint32_t address) {
   if (address % 16 != 0) emu::fail("ld.shared.v4: address 0x%x is not aligned", address);
   memcpy(r, emu::shared_pointer(address), 16);

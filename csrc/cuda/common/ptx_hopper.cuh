@@ -31,6 +31,11 @@ __device__ __forceinline__ void load_shared(uint32_t (&r)[4], uint32_t address) 
                : "r"(address)
                : "memory");
 }
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t r;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
+  return r;
+}
 __device__ __forceinline__ void load_shared(float (&r)[4], uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3])
