@@ -33,10 +33,9 @@ ALLOWED = {
     r"backward_wgmma_filterI.*WgmmaOperandE.ELi3ELi4ELi4ELi4E.*ActivationFn": 448,
     # The input's gradient by wgmma with split operands: two warpgroups of 255 registers.
     r"backward_wgmma_inputI.*WgmmaOperandE3ELi3ELi4ELi4ELi4E.*HardswishFn": 48,
-    # Both gradients with split operands: the fastest that was timed, with items that are whole
-    # samples; of the form for pieces of them only two warpgroups fit as well.
-    r"backward_wgmma_both_splitI.*Li3ELi4ELi4ELi4ELb1E": 40,
-    r"backward_wgmma_both_splitI.*Li3ELi4ELi4ELi4ELb0E": 320,
+    # Both gradients with split operands, where items are pieces of samples: not timed. Two
+    # warpgroups of 255 registers.
+    r"backward_wgmma_both_splitI.*Li3ELi4ELi4ELi4ELb0E": 96,
     # The forward for filters of any extents, float32 and two tiles of channels: two blocks on an
     # SM, timed as it is.
     r"conv_taps_kernelI.*WindowOperandE[03]E.*Li2E": 112,

@@ -30,34 +30,32 @@
 
 #include "cuda/conv_activation_moments_backward_wgmma_both_split_filter.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_both_split_inputs.cuh"
-#include "cuda/conv_activation_moments_backward_wgmma_input_outputs.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_both_split_outputs.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_input_rows.cuh"
 
 namespace convnormpool {
 
 template <class Config, class Act>
-struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
-  using Outputs = WgmmaInputOutputs<Config, Act>;
+struct WgmmaBothSplitSweep : WgmmaBothSplitOutputs<Config, Act> {
+  using Outputs = WgmmaBothSplitOutputs<Config, Act>;
   using Terms = typename Outputs::Terms;
-  using Outputs::act, Outputs::gradient_exponent, Outputs::inside, Outputs::ring, Outputs::unscale;
+  using Outputs::gradient_exponent, Outputs::ring, Outputs::tile;
   using Outputs::lane, Outputs::warp;
   static constexpr int kT = Config::kT, kC = Config::kC, kS = Config::kS, kParts = Config::kParts;
   static constexpr int kSteps = Config::kSteps, kN = Config::kN;
 
-  const int tile;
-  uint32_t meeting = 0;   // the parity of the barrier's phase
+  uint32_t meeting = 0;   // the parity of the barrier's phase, and whose words are next
   uint32_t row_sums = 0;  // which of the places for a plane's sums is the step's
   WgmmaInputRows<Config> rows;
   WgmmaBothSplitInputs<Config> inputs;
   WgmmaBothSplitFilter<Config> filter;
-  float y[8 * kT];              // [slot]
-  float turned[2 * kT * kC];    // dx: [slot][ci][column]; kh is lane % 4
-  uint32_t inputs_from;         // this lane's row of matrices of x in slot 0
-  uint32_t gradients_from[kS];  // and of dy kw columns before, in the first buffer
+  float turned[2 * kT * kC];  // dx: [slot][ci][column]; kh is lane % 4
+  // This lane's row of matrices of dy kw columns before, in the first place.
+  uint32_t gradients_from[kS];
 
   __device__ __forceinline__ WgmmaBothSplitSweep(WgmmaInputRing<Config>& r, const Act& activation,
                                                  const WgmmaBothParams& p, int t)
-      : Outputs(r, activation), tile(t), rows(r), inputs(r, t), filter(r, p, t) {}
+      : Outputs(r, activation, t), rows(r), inputs(r, t), filter(r, p, t) {}
 
   // The barrier of the block in two halves: of a step, and of the next one.
   __device__ __forceinline__ void arrive() const {
@@ -71,19 +69,11 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
   }
 
   __device__ __forceinline__ void begin() {
-#pragma unroll
-    for (float& v : y) v = 0.f;
+    Outputs::begin();
+    rows.carry_from = uint32_t(opaque_value(int(rows.carry_of(0))));
 #pragma unroll
     for (float& v : turned) v = 0.f;
-    this->terms_from = uint32_t(opaque_value(int(Outputs::terms())));
-    this->zeros_from = ring.base() + uint32_t(Config::kZeroOffset);
-    this->outputs = gradient_exponent = 0;
-    inside[0] = inside[1] = 0u;
-    Outputs::set_exponent(0);
     const int second = lane() / 8 % 2, half = lane() / 16;
-    inputs_from =
-        ring.base() + uint32_t(Config::kPlaneOffset + Config::pair_offset(warp(), half) +
-                               (2 * tile + second) * Config::kColumnBytes + lane() % 8 * 16);
 #pragma unroll
     for (int kw = 0; kw < kS; ++kw) {
       const int column = 2 * tile + second - kw;
@@ -91,104 +81,10 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
     }
   }
 
-  // The terms of a sample, with dy = (alpha + slope a(y)) a'(y).
-  __device__ __forceinline__ void begin_sample(int n) {
-    Terms of;
-    Outputs::choose_gradient_exponent(Outputs::sample_terms(of, n));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) of.alpha[i] = fmaf(-of.slope[i], of.mean[i], of.alpha[i]);
-    Outputs::begin_terms(of);
-  }
-
   __device__ __forceinline__ void begin_quad() {
-    const WgmmaInputParams& p = ring.p;
-    const WgmmaInputItem at(p, ring.item, Config::kSegmentStep);
-    if (ring.quad == 0) {
-      filter.template add_bias_results<false>(gradient_exponent);
-      begin_sample(at.n);
-    }
-    this->outputs = p.Z - at.plane;
-    const bool row = 4 * ring.quad + warp() < p.P;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int column = at.column + 4 * Outputs::block() + 2 * tile + i;
-      const bool output = row && column >= 0 && column < p.Q;
-      inside[i] = uint32_t(opaque_value(output ? int(__float_as_uint(0.5f)) : 0));
-    }
+    if (ring.quad == 0) filter.template add_bias_results<false>(gradient_exponent);
+    Outputs::begin_quad();
     filter.begin_quad();
-  }
-
-  // An operand of which the compiler does not know that it is the same in every step: it would keep
-  // the descriptors of all wgmmas in registers.
-  __device__ __forceinline__ uint32_t fixed_operand(int offset, int depth_bytes) const {
-    const uint32_t operand = wgmma_operand(ring.base() + uint32_t(offset), uint32_t(depth_bytes));
-    return uint32_t(uniform_value(int(operand)));
-  }
-
-  // ---- y
-
-  __device__ __forceinline__ void load_inputs(uint32_t (&a)[kSteps][4]) const {
-    const uint32_t from = inputs_from + uint32_t(filter.slot * Config::kSlotBytes);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      ldmatrix_x4_trans(a[i],
-                        from + uint32_t(i / kC * Config::kPlaneBytes + i % kC * Config::kSpanStep));
-    }
-  }
-
-  template <int kCount, bool kAccumulate = true>
-  __device__ __forceinline__ void recompute_step(float* d, const uint32_t (&a)[4], uint32_t weights,
-                                                 int step) const {
-    wgmma<Config::kType, 16 * kCount, kAccumulate>(
-        d, a, weights + uint32_t(step * Config::kStepBytes) / 16);
-  }
-  // By recursion: loops that call two wgmmas a turn are not always unrolled.
-  template <int kCount, int kChannel>
-  __device__ __forceinline__ void recompute_small(float* fresh, const uint32_t (&a)[kSteps][4],
-                                                  uint32_t weights) const {
-    if constexpr (kChannel < kC) {
-      recompute_step<kCount, (kChannel > 0)>(fresh, a[kC + kChannel], weights, kChannel);
-      recompute_step<kCount>(fresh, a[kChannel], weights, kC + kChannel);
-      recompute_small<kCount, kChannel + 1>(fresh, a, weights);
-    }
-  }
-  template <int kCount, int kChannel>
-  __device__ __forceinline__ void recompute_large(float* fresh, const uint32_t (&a)[kSteps][4],
-                                                  uint32_t weights) const {
-    if constexpr (kChannel < kC) {
-      recompute_step<kCount>(fresh, a[kChannel], weights, kChannel);
-      recompute_large<kCount, kChannel + 1>(fresh, a, weights);
-    }
-  }
-
-  // Begins the products [kd] of the step's plane of x with its first kCount depth taps.
-  template <int kCount>
-  __device__ __forceinline__ void recompute(float* fresh, uint32_t (&a)[kSteps][4]) const {
-    pin_fragments(a);
-    wgmma_fence();
-    const uint32_t weights = fixed_operand(Config::kWeightOffset, Config::kDepthBytes);
-    recompute_small<kCount, 0>(fresh, a, weights);
-    recompute_large<kCount, 0>(fresh, a, weights);
-    wgmma_commit();
-  }
-
-  // Adds them, x scaled by 2^exponent: slot kPhase begins.
-  template <int kPhase, int kCount>
-  __device__ __forceinline__ void add_outputs(const float* fresh, int exponent) {
-    if (__builtin_expect(exponent != this->exponent, 0)) {
-      const int change = min(exponent - this->exponent, 127);
-      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
-#pragma unroll
-      for (float& v : y) v *= factor;
-      Outputs::set_exponent(exponent);
-    }
-#pragma unroll
-    for (int kd = 0; kd < kCount; ++kd) {
-      float* const to = y + 8 * ((kPhase - kd + kT) % kT);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) to[i] = (kd == 0 ? 0.f : to[i]) + fresh[8 * kd + i];
-    }
-    pin_accumulators(y);  // later, `fresh` would have to be copied
   }
 
   // ---- dy
@@ -197,55 +93,11 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
   template <int kSlot>
   __device__ __forceinline__ void form(const Terms& of, int plane) {
     float v[8];
-    output_gradients<kSlot>(of, v);
+    Outputs::template output_gradients<kSlot>(of, v);
     filter.add_bias(v, plane);
     uint32_t parts[kParts][4];
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      const int to = j / 4 + j % 4;
-      const uint32_t pair = wgmma_input_pack<Config>(v[j], v[j + 1]);
-      __half2 halves;
-      memcpy(&halves, &pair, 4);
-      const float2 back = __half22float2(halves);
-      parts[0][to] = pair;
-      parts[1][to] = wgmma_input_pack<Config>(v[j] - back.x, v[j + 1] - back.y);
-    }
+    Outputs::split_gradients(v, parts);
     filter.store_gradients(parts, plane);
-  }
-
-  // Zero where the lane has no output: [column][channel].
-  template <int kSlot>
-  __device__ __forceinline__ void output_gradients(const Terms& of, float (&v)[8]) const {
-    const auto &alpha = of.alpha, &slope = of.slope, &biases = of.biases;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int i = j % 4;
-      v[j] = fmaf(y[8 * kSlot + i / 2 * 4 + j / 4 * 2 + i % 2], unscale[i], biases[i]);
-    }
-    if constexpr (Outputs::kHardswish) {
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        // Half of hardswish's derivative is the gate less 1/4, or half of it beyond the knees.
-        float value[4], gate[4], half[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          value[i] = v[4 * column + i];
-          gate[i] = __saturatef(fmaf(value[i], 1.f / 6.f, 0.5f));
-          half[i] = gate[i] - 0.25f;
-        }
-        multiply_beyond(half, value, 3.f, gate, __uint_as_float(inside[column]), inside[column]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          v[4 * column + i] = fmaf(slope[i], value[i] * gate[i], alpha[i]) * half[i];
-        }
-      }
-    } else {
-      transform(act, v, [&](const auto& function, float value, int i) {
-        return fmaf(slope[i], function.value(value), alpha[i]) * function.derivative(value);
-      });
-#pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] = inside[j / 4] != 0 ? v[j] : 0.f;
-    }
   }
 
   // ---- dx
@@ -286,7 +138,7 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
                                                     uint32_t (&dy)[kParts * kS][4]) const {
     pin_fragments(dy);
     wgmma_fence();
-    const uint32_t weights = fixed_operand(Config::kTurnedOffset, Config::kTapBytes / 2);
+    const uint32_t weights = Outputs::fixed_operand(Config::kTurnedOffset, Config::kTapBytes / 2);
     turn_small<0>(fresh, dy, weights);
     turn_large<0>(fresh, dy, weights);
     wgmma_commit();
@@ -345,15 +197,16 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
     if (kInput && tile == 0) ring.template refill<1>(p + 1);
     float fresh[8 * kCount], fresh_turned[kN / 2];
     uint32_t a[kSteps][4], dy[kParts * kS][4];
-    Terms terms;
-    const uint32_t terms_from = p + 1 - kT < this->outputs ? this->terms_from : this->zeros_from;
     constexpr bool kForm = kInput && (kBody || kPhase == kT - 1);
+    Terms terms;
+    const uint32_t terms_from =
+        Outputs::is_output(p + 1 - kT) ? this->terms_from : this->zeros_from;
     uint32_t word = 0;
     if constexpr (kInput) {
-      load_inputs(a);
-      word = inputs.word();
+      Outputs::load_inputs(a, filter.slot);
+      word = inputs.word(meeting ^ 1);
       if constexpr (kForm) load_shared(terms.biases, terms_from + 192);
-      recompute<kCount>(fresh, a);
+      Outputs::template recompute<kCount>(fresh, a);
     }
     filter.multiply();
 
@@ -361,9 +214,9 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
     if constexpr (kInput) {
       wgmma_wait<1>();
       pin_accumulators(fresh);
-      add_outputs<kPhase, kCount>(fresh, inputs.exponent);
+      Outputs::template add_outputs<kPhase, kCount>(fresh, inputs.exponent);
     }
-    if constexpr (kInput && (kBody || kPhase == kT - 1)) {
+    if constexpr (kForm) {
       load_shared(terms.alpha, terms_from + 64);
       load_shared(terms.slope, terms_from + 128);
       form<(kPhase + 1) % kT>(terms, p + 1 - kT);
@@ -379,12 +232,12 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
       }
       if (!last || p + 2 < planes) inputs.load();
     }
+    if constexpr (kDy) load_gradients(dy, newest);
     add_rows<kPhase>(p);
     if constexpr (kInput) {
-      if (!last || p + 2 < planes) inputs.note();
+      if (!last || p + 2 < planes) inputs.note(meeting);
     }
     fence_proxy_async();
-    if constexpr (kDy) load_gradients(dy, newest);
     arrive();
     if constexpr (kDy) multiply_gradient(fresh_turned, dy);
     wgmma_wait<int(kDy)>();
@@ -409,7 +262,7 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
   // The filter's sums of an item are complete.
   __device__ __forceinline__ void finish_item() {
     filter.flush();
-    filter.gradient_exponent = gradient_exponent;
+    filter.set_gradient_exponent(gradient_exponent);
   }
 
   template <int kPlane>
@@ -439,13 +292,13 @@ struct WgmmaBothSplitSweep : WgmmaInputOutputs<Config, Act> {
   __device__ __forceinline__ void begin_planes() {
     inputs.channel = warp() + 2 * tile;
     inputs.load();
-    inputs.note();
+    inputs.note(1);
     __syncthreads();
     if (tile == 0) ring.template refill<1>(0);
-    inputs.choose_exponent(inputs.word(), true, true);
+    inputs.choose_exponent(inputs.word(1), true, true);
     inputs.store(0);
     inputs.load();
-    inputs.note();
+    inputs.note(0);
     fence_proxy_async();
     arrive();
   }

@@ -14,6 +14,7 @@ struct WgmmaBothSplitConfig : WgmmaInputConfig<WgmmaOperand::kSplit, kC, kT, kR,
   using Input = WgmmaInputConfig<WgmmaOperand::kSplit, kC, kT, kR, kS, 1, kStages>;
   using Input::kParts, Input::kSteps, Input::kTapBytes, Input::kSumBytes;
   static constexpr bool kWhole = kWhole_;
+  static constexpr bool kIndexAnew = true;
   static constexpr int kTiles = 2;  // a warpgroup for each, with sums of its own
   static constexpr int kThreads = 128 * kTiles;
   static_assert(kR >= 3 && kS >= 3, "the stored windows");
@@ -63,13 +64,14 @@ struct WgmmaBothSplitConfig : WgmmaInputConfig<WgmmaOperand::kSplit, kC, kT, kR,
   // The barrier of the block, behind those of the stages.
   static constexpr int kMeetOffset = Input::kBarrierOffset + 8 * kStages;
   // Shared memory. kWordOffset: each warp's largest magnitude of x in a plane, for two planes, then
-  // the exponents of the slots of x.
+  // the exponents of the slots of x and, for each warp, of the dy in its sums.
   static constexpr int kWeightOffset = Input::kTermOffset + kTiles * 1024;
   static constexpr int kTurnedOffset = kWeightOffset + kWeightBytes;
   static constexpr int kSumOffset = kTurnedOffset + kTurnedBytes;
   static constexpr int kStageOffset = kSumOffset + 3 * kSumBytes;
   static constexpr int kWordOffset = kStageOffset + kStages * Input::kStageBytes;
   static constexpr int kSlotExponentOffset = kWordOffset + 64;
+  static constexpr int kGradientExponentOffset = kWordOffset + 96;
   static constexpr int kGradientOffset = kWordOffset + 128 + kZeroRowBytes;
   static constexpr int kPlaneOffset = kGradientOffset + kParts * kGradientPart - kZeroRowBytes;
   static constexpr int kNewestOffset = kPlaneOffset + kSlots * kSlotBytes;
@@ -77,7 +79,7 @@ struct WgmmaBothSplitConfig : WgmmaInputConfig<WgmmaOperand::kSplit, kC, kT, kR,
   static constexpr int kRawOffset = kSumOffset;  // the weights as they are in memory, at first
   static_assert(wgmma_raw_bytes(kTaps) <= kStageOffset - kSumOffset, "the weights");
   static_assert(kStageOffset % 128 == 0, "destinations of tensor copies");
-  static_assert(4 * kSlots <= 64, "the slots' exponents");
+  static_assert(4 * kSlots <= 32, "the slots' exponents");
 
   // Where sums of a plane meet, the halves of four columns change places in rows of odd kh: so the
   // stores of a tile are free of bank conflicts.

@@ -24,14 +24,13 @@ struct WgmmaBothSplitFilter {
   float products[8 * kC];  // of a step: [kh / 2][ci] of (kd, k) x (kw, kh % 2)
   float sums[8 * kC];
   float bias_sums[4];
-  int slot = 0;               // of the plane of x that the step recomputes from
-  int place = 0;              // of the newest dy
-  uint32_t newest = 0;        // its buffer of two as operand of the input's gradient
-  uint32_t own = 0;           // all ones where dy in this lane's columns is no other segment's
-  int own_from = 0;           // nor another slab's from this plane on
-  uint32_t gradients_to;      // this lane's row of matrices of dy in place 0
-  uint32_t newest_to;         // and in the first of the buffers
-  int gradient_exponent = 0;  // of the dy in the sums
+  int slot = 0;           // of the plane of x that the step recomputes from
+  int place = 0;          // of the newest dy
+  uint32_t newest = 0;    // its buffer of two as operand of the input's gradient
+  uint32_t own = 0;       // all ones where dy in this lane's columns is no other segment's
+  int own_from = 0;       // nor another slab's from this plane on
+  uint32_t gradients_to;  // this lane's row of matrices of dy in place 0
+  uint32_t newest_to;     // and in the first of the buffers
   // Exponents of x in the sums, and the lowest of their item's.
   int input_exponent = 0, lowest_exponent = kNothing;
 
@@ -168,16 +167,17 @@ struct WgmmaBothSplitFilter {
 
   // The products of the plane of x that waited longest, the small ones first; ends a group.
   __device__ __forceinline__ void multiply() {
-    uint32_t gradients =
-        wgmma_operand(ring.base() + uint32_t(Config::kGradientOffset), Config::kHalfBytes) +
-        uint32_t((tile * Config::kTileBytes + place * Config::kPlaceBytes) / 16);
-    uint32_t inputs =
-        wgmma_operand(ring.base() + uint32_t(Config::kPlaneOffset), Config::kColumnBytes) +
-        uint32_t((slot_after(Config::kSlots - kT) * Config::kSlotBytes +
-                  tile * 2 * Config::kColumnBytes) /
-                 16);
-    gradients = uint32_t(uniform_value(int(gradients)));
-    inputs = uint32_t(uniform_value(int(inputs)));
+    const uint32_t first_gradients =
+        wgmma_operand(ring.base() + uint32_t(Config::kGradientOffset + tile * Config::kTileBytes),
+                      Config::kHalfBytes);
+    const uint32_t first_inputs = wgmma_operand(
+        ring.base() + uint32_t(Config::kPlaneOffset + tile * 2 * Config::kColumnBytes),
+        Config::kColumnBytes);
+    const int meeting = slot_after(Config::kSlots - kT);
+    const uint32_t gradients =
+        uint32_t(uniform_value(int(first_gradients) + place * (Config::kPlaceBytes / 16)));
+    const uint32_t inputs =
+        uint32_t(uniform_value(int(first_inputs) + meeting * (Config::kSlotBytes / 16)));
     wgmma_fence();
     multiply_small<0>(gradients, inputs);
     multiply_large<0>(gradients, inputs);
@@ -209,6 +209,17 @@ struct WgmmaBothSplitFilter {
     input_exponent = next;
   }
 
+  // Of the dy in the sums, for each warp in memory.
+  static __device__ __forceinline__ int* gradient_exponent() {
+    return reinterpret_cast<int*>(dynamic_shared_memory() + Config::kGradientExponentOffset) +
+           thread_index_anew() / 32;
+  }
+  __device__ __forceinline__ void set_gradient_exponent(int exponent) const {
+    __syncwarp();  // the one before has been read
+    if (lane() == 0) *gradient_exponent() = exponent;
+    __syncwarp();
+  }
+
   // Adds the sums to the warpgroup's results in memory and begins new ones.
   __device__ __forceinline__ void flush() {
     add_results<false>();
@@ -217,18 +228,21 @@ struct WgmmaBothSplitFilter {
     input_exponent = lowest_exponent = kNothing;
   }
 
+  // Found anew in each call: no address may wait in registers from one to the next.
   __device__ __forceinline__ int64_t result() const {
-    return (int64_t(p.first_tile) * gridDim.x + blockIdx.x) * Config::kTiles + tile;
+    return (int64_t(p.first_tile) * gridDim.x + blockIdx.x) * Config::kTiles +
+           thread_index_anew() / 128;
   }
 
   // Or, if kClear, writes zeros.
   template <bool kClear>
   __device__ __forceinline__ void add_results() {
-    const int kw = lane() % 4, kd = warp();
+    const int thread = thread_index_anew(), lane = thread % 32;
+    const int kw = lane % 4, kd = thread % 128 / 32;
     float* const filter = p.filter_partial + result() * 16 * Config::kTaps +
-                          lane() / 4 * Config::kTaps + kd * (Config::kR * Config::kS) + kw;
+                          lane / 4 * Config::kTaps + kd * (Config::kR * Config::kS) + kw;
     // Two factors: the products' exponent may pass that of any float.
-    const int back = -(gradient_exponent + input_exponent);
+    const int back = kClear ? 0 : -(*gradient_exponent() + input_exponent);
     const int near = min(max(back, -126), 127);
     const float first = wgmma_power_of_two(near);
     const float second = wgmma_power_of_two_or_limit(back - near);
@@ -254,7 +268,8 @@ struct WgmmaBothSplitFilter {
   // The same of the bias, whose dy is scaled by 2^exponent.
   template <bool kClear>
   __device__ __forceinline__ void add_bias_results(int exponent) {
-    float* const bias = p.bias_partial + (result() * 4 + warp()) * 16 + lane() % 4 * 2;
+    const int thread = thread_index_anew(), lane = thread % 32;
+    float* const bias = p.bias_partial + (result() * 4 + thread % 128 / 32) * 16 + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float sum = kClear ? 0.f : bias_sums[i] * wgmma_power_of_two_or_limit(-exponent);
@@ -263,7 +278,7 @@ struct WgmmaBothSplitFilter {
         sum += __shfl_xor_sync(~0u, sum, step);
       }
       float* const to = bias + i / 2 * 8 + i % 2;
-      if (lane() < 4) *to = kClear ? 0.f : *to + sum;
+      if (lane < 4) *to = kClear ? 0.f : *to + sum;
       bias_sums[i] = 0.f;
     }
   }

@@ -74,7 +74,6 @@ struct WgmmaBothSplitInputs {
 
   uint32_t window[8];  // of the plane that was loaded last
   int channel = 0;     // and its channel, none of x's from kC on
-  int turn = 0;        // which words are its, and how warps share channels
   int exponent = 0;    // of the plane that was stored last
   int calm = 0;        // planes since it changed
   uint32_t stages;     // this lane's row of a channel in stage 0
@@ -98,7 +97,8 @@ struct WgmmaBothSplitInputs {
   }
 
   static __device__ __forceinline__ int warp() { return int(threadIdx.x) / 32; }
-  __device__ __forceinline__ uint32_t* words() const {
+  // Of a plane, two in turn.
+  static __device__ __forceinline__ uint32_t* words(uint32_t turn) {
     return reinterpret_cast<uint32_t*>(dynamic_shared_memory() + Config::kWordOffset) + turn * 8;
   }
   static __device__ __forceinline__ int* slot_exponent(int slot) {
@@ -108,8 +108,7 @@ struct WgmmaBothSplitInputs {
   // Loads this warp's part of the next plane, for which it waits.
   __device__ __forceinline__ void load() {
     ring.next();
-    turn ^= 1;
-    channel = (channel + 1) % 4;
+    channel = (channel + 1) & 3;
     if (channel < kC) {
       constexpr int kChannelBytes = Config::kPitch * (4 + Config::kR - 1);
       const uint32_t from =
@@ -123,7 +122,7 @@ struct WgmmaBothSplitInputs {
   }
 
   // Tells its largest magnitude.
-  __device__ __forceinline__ void note() const {
+  __device__ __forceinline__ void note(uint32_t turn) const {
     uint32_t bits = 0;
     if (channel < kC) {
       float largest = 0.f;
@@ -131,17 +130,17 @@ struct WgmmaBothSplitInputs {
       for (int i = 0; i < 7; ++i) largest = fmaxf(largest, fabsf(__uint_as_float(window[i])));
       bits = __reduce_max_sync(~0u, __float_as_uint(largest));
     }
-    if (threadIdx.x % 32 == 0) words()[warp()] = bits;
+    if (threadIdx.x % 32 == 0) words(turn)[warp()] = bits;
     __syncwarp();
   }
 
   // One of what all warps have told.
-  __device__ __forceinline__ uint32_t word() const {
-    const uint32_t from = shared_address(words() + threadIdx.x % 8);
-    return load_shared(from);
+  __device__ __forceinline__ uint32_t word(uint32_t turn) const {
+    return load_shared(shared_address(words(turn) + threadIdx.x % 8));
   }
 
-  // After all warps' note: chooses the exponent for the plane, perhaps the first of a quad or item.
+  // With that of all lanes, chooses the exponent for the plane, perhaps the first of a quad or
+  // item.
   __device__ __forceinline__ void choose_exponent(uint32_t word, bool first_of_quad,
                                                   bool first_of_item) {
     const uint32_t bits = __reduce_max_sync(~0u, word);

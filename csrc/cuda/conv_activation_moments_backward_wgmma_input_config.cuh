@@ -21,6 +21,7 @@ struct WgmmaInputConfig {
   static constexpr int kC = kC_, kT = kT_, kR = kR_, kS = kS_;
   static constexpr int kWarpgroups = kWarpgroups_, kStages = kStages_;
   static constexpr bool kInput = kInput_;
+  static constexpr bool kIndexAnew = !kInput;  // see WgmmaInputOutputs
   static constexpr int kThreads = 128 * kWarpgroups;
   static_assert(kT >= 2 && kT <= 4, "N = 16 T of at most 64: two tiles of accumulators");
   static_assert(kR >= 1 && kR <= 4 && kS >= 1 && kS <= 4, "four lanes for kh, four columns for kw");

@@ -48,10 +48,10 @@ struct WgmmaInputOutputs {
   static __device__ __forceinline__ int lane() { return WgmmaInputRing<Config>::lane(); }
   static __device__ __forceinline__ int warp() { return WgmmaInputRing<Config>::warp(); }
   static __device__ __forceinline__ int block() { return wgmma_block<Config>(lane() / 4); }
-  // threadIdx.x where time does not count: without kInput registers are short, and what is made
-  // from it must not wait in them for a later use.
+  // threadIdx.x where time does not count: where registers are short, what is made from it must not
+  // wait in them for a later use.
   static __device__ __forceinline__ int cold_thread() {
-    return Config::kInput ? int(threadIdx.x) : thread_index_anew();
+    return Config::kIndexAnew ? thread_index_anew() : int(threadIdx.x);
   }
   // The index of channel i of a lane among the tile's 16.
   static __device__ __forceinline__ int channel(int i, int lane) {
@@ -115,12 +115,13 @@ struct WgmmaInputOutputs {
     const WgmmaInputParams& p = ring.p;
     const float positions = float(int64_t(p.Z) * p.P * p.Q);
     const int lane = cold_thread() % 32;
+    const int channels = Config::kInput && Config::kIndexAnew ? opaque_value(p.K) : p.K;
     float bound = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int k = 16 * p.first_tile + channel(i, lane);
       const bool exists = k < p.K;
-      const int64_t at = int64_t(n) * p.K + (exists ? k : 0);
+      const int64_t at = int64_t(n) * channels + (exists ? k : 0);
       of.biases[i] = bias(k);
       of.mean[i] = exists ? p.mean[at] : 0.f;
       of.alpha[i] = exists ? p.grad_mean[at] / positions : 0.f;

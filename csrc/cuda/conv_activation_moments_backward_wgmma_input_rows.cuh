@@ -20,6 +20,8 @@ struct WgmmaInputRows {
   int low = 0, high = 0;  // planes low .. high - 1 are written, if these elements exist
   bool first = true;      // no quad above has left anything
   uint32_t buffer = 0;    // of the two for a plane's sums
+  // kIndexAnew: carry_of(0), which else would stand in three registers.
+  uint32_t carry_from = 0;
 
   __device__ __forceinline__ explicit WgmmaInputRows(WgmmaInputRing<Config>& r) : ring(r) {}
 
@@ -119,6 +121,10 @@ struct WgmmaInputRows {
   static __device__ __forceinline__ bool has_channel() { return lane() < 8 * kC; }
   static __device__ __forceinline__ int channel() { return min(lane() / 8, kC - 1); }
   __device__ __forceinline__ uint32_t carry(int plane) const {
+    if constexpr (Config::kIndexAnew) return carry_from + uint32_t(plane * Config::kCarryBytes);
+    return carry_of(plane);
+  }
+  __device__ __forceinline__ uint32_t carry_of(int plane) const {
     return ring.base() + uint32_t(Config::kCarryOffset +
                                   (ring.group * ring.p.planes + plane) * Config::kCarryBytes +
                                   (warp() * kC + channel()) * 128 + lane() % 8 * 16);
