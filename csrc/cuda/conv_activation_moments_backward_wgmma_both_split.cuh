@@ -13,14 +13,18 @@
 // planes outside, for the tensor cores round towards zero. So the weights need no order for each
 // phase: that is in which registers the products are added.
 //
-// A step, of plane p of x, begins with a barrier of the block:
-//   y of plane p, dx of the dy that the step before stored, then dw of it are begun;
-//   the rows of dx that met in the step before are added up and written, by one of the warpgroups;
-//   plane p + 1 of x, which the step before loaded, is stored, and plane p + 2 loaded;
+// A step, of plane p of x:
+//   y of plane p and dw of the dy that the step before has stored are begun;
 //   y of plane p is complete, and dy of the output plane that it finishes is formed and stored;
+//   plane p + 1 of x, which the step before loaded, is stored, and plane p + 2 loaded;
+//   the rows of dx that the step before the last stored are added up and written, by one of the
+//   warpgroups;
+//   dx of the dy that the step before has stored is begun, and dw and dx are added up;
 //   the plane of dx that is finished is stored where its rows meet.
-// The filter's products are added in the next step. What a step stores has a place of its own until
-// the barrier after the next one.
+// The barrier of the block between steps is in two halves: a warp arrives before it begins dx, when
+// all is stored but those rows, and waits at the next step's beginning. So the warpgroups may be
+// part of a step apart. What a step stores has a place of its own until all warps have arrived in
+// the next one, and that of wgmmas' operands in shared memory one step longer.
 //
 // Launch: conv_activation_moments_backward_wgmma_both_split with wgmma_input_blocks blocks of
 // Config::kThreads threads, one on an SM, and wgmma_input_shared_bytes<Config>(params) bytes of
