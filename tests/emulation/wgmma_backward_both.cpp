@@ -46,8 +46,7 @@ struct Kernel<WgmmaOperand::kSplit, C, T, R, S> {
   using Config = WgmmaBothSplitConfig<C, T, R, S, kWhole>;
   static constexpr int kSums = Config<true>::kTiles;
   template <class Act, bool kWhole>
-  static constexpr auto of =
-      conv_activation_moments_backward_wgmma_both_split<Config<kWhole>, Act>;
+  static constexpr auto of = conv_activation_moments_backward_wgmma_both_split<Config<kWhole>, Act>;
 };
 
 template <class Kernel, class Act>
