@@ -184,8 +184,7 @@ struct WgmmaBothSplitFilter {
     wgmma_commit();
   }
 
-  // Adds them. Of the planes from the one in them on, `same` says that all have
-  // this exponent.
+  // Adds them. `same`: all planes from the one in them on have this exponent.
   __device__ __forceinline__ void add_products(int exponent, bool same) {
     if (__builtin_expect(exponent != input_exponent || !same, 0)) follow_exponent();
 #pragma unroll
