@@ -28,8 +28,7 @@ struct WgmmaBackwardConfig {
   static constexpr bool kScaled = !kBFloat16;
   static constexpr WgmmaType kType = kBFloat16 ? WgmmaType::kBf16 : WgmmaType::kF16;
   static constexpr int kParts = kSplit ? 2 : 1;  // of an operand: the high halves and the low ones
-  using Element = WgmmaElement<kOperand>;
-  static constexpr int kElementBytes = sizeof(Element);
+  static constexpr int kElementBytes = kFloat ? 4 : 2;
   // As in WgmmaConfig.
   static constexpr int kColumns = kFloat ? 36 : 48;
   static constexpr int kPitch = kColumns * kElementBytes;
@@ -58,9 +57,6 @@ struct WgmmaBackwardConfig {
   static constexpr int kTermOffset = 1024;
   static constexpr int kWeightOffset = kTermOffset + 256 * kWarpgroups;
   static constexpr int kOwnOffset = kWeightOffset + kWeightBytes;
-  // The weights as they are in memory, before there is anything of the kernel's own.
-  static constexpr int kRawOffset = kOwnOffset;
-  static_assert(wgmma_raw_bytes(kC * kT * kR * kS) <= kOwnBytes_, "the weights");
   static constexpr int kStageOffset = (kOwnOffset + kOwnBytes_ + 127) / 128 * 128;
   static constexpr int kSharedBytes = kStageOffset + kWarpgroups * kStages * kStageBytes;
   static_assert(kWarpgroups * kStages * 8 <= kExponentOffset, "barriers");

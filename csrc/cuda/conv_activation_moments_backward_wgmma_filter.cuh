@@ -481,12 +481,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   grid_dependency_wait();
 
   const int group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0);
-  const WgmmaWeights<Config> weights(p, first_channel);
   WgmmaRing<Config> ring(p, &map, &map, group);
-  wgmma_stage_weights<Config, 126>(weights, shared);
+  wgmma_backward_stage_weights<Config>(p, first_channel, shared);
   wgmma_backward_stage_terms<Config>(p, first_channel, shared);
   fence_proxy_async();
-  __syncthreads();
   WgmmaFilter<Config, Act> filter(p, ring, act, first_channel);
   filter.clear();
   __syncthreads();

@@ -54,7 +54,7 @@ template <class Config>
 __device__ __forceinline__ void wgmma_input_exponents(unsigned char* shared) {
   int* const exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
   if constexpr (Config::kFloat) {
-    wgmma_weight_exponents<Config, 127>(shared);
+    wgmma_weight_exponents<Config>(shared);
     if (threadIdx.x < 32) {
       const int least = __reduce_min_sync(~0u, exponents[threadIdx.x % 16]);
       if (threadIdx.x == 0) exponents[16] = least;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void wgmma_input_turned(unsigned char* shared) {
   const int* const exponents = reinterpret_cast<const int*>(shared + Config::kExponentOffset);
   const float scale = Config::kFloat ? wgmma_power_of_two(exponents[16]) : 1.f;
 #pragma unroll 1
-  for (int i = int(threadIdx.x); i < kPairs; i += Config::kThreads) {
+  for (int i = thread_index_anew(); i < kPairs; i += Config::kThreads) {
     const int k = i % 8 * 2, n = i / 8 % Config::kN, kw = i / (8 * Config::kN) % kS;
     const int phase = i / (8 * Config::kN * kS);
     const int column = n / 8 * 2 + n % 2, slot = column / kC, ci = column % kC, kh = n % 8 / 2;

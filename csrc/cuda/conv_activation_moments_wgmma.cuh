@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     reinterpret_cast<uint32_t*>(shared + Config::kZeroOffset)[threadIdx.x] = 0u;
   }
   wgmma_stage_resets<Config>(p, first_channel, shared);
-  wgmma_stage_weights<Config, 127>(weights, shared);
+  wgmma_stage_weights<Config>(weights, shared);
   fence_proxy_async();
   __syncthreads();
 

@@ -114,10 +114,10 @@ struct WgmmaWeights {
   }
 };
 
-// The exponents, at most kMost, by which float32 weights are scaled, from those that are stored:
+// The exponents, at most 127, by which float32 weights are scaled, from those that are stored:
 // the largest of each channel comes to [2^14, 2^15). 16 lanes take a channel. Ends with a barrier
 // of the block.
-template <class Config, int kMost>
+template <class Config>
 __device__ __forceinline__ void wgmma_weight_exponents(unsigned char* shared) {
   constexpr int kTaps = WgmmaWeights<Config>::kTaps, kLanes = 16;
   int* const exponents = reinterpret_cast<int*>(shared + Config::kExponentOffset);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void wgmma_weight_exponents(unsigned char* shared) {
       largest = max(largest, __float_as_uint(fabsf(of[i])));
     }
     largest = lanes_max(largest, kLanes);
-    if (threadIdx.x % kLanes == 0) exponents[k] = min(141 - wgmma_exponent_field(largest), kMost);
+    if (threadIdx.x % kLanes == 0) exponents[k] = min(141 - wgmma_exponent_field(largest), 127);
   }
   __syncthreads();
 }
@@ -180,11 +180,11 @@ __device__ __forceinline__ void wgmma_stage_operands(unsigned char* shared) {
 }
 
 // All of that.
-template <class Config, int kMostExponent>
+template <class Config>
 __device__ __forceinline__ void wgmma_stage_weights(const WgmmaWeights<Config>& weights,
                                                     unsigned char* shared) {
   weights.store(shared);
-  if constexpr (Config::kFloat) wgmma_weight_exponents<Config, kMostExponent>(shared);
+  if constexpr (Config::kFloat) wgmma_weight_exponents<Config>(shared);
   wgmma_stage_operands<Config>(shared);
 }
 
