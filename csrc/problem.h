@@ -9,6 +9,13 @@ namespace convnormpool {
 
 enum class DType : int32_t { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3 };
 
+// The smallest e with 2^e >= count, at most `most`.
+inline int ceil_log2(int64_t count, int most) {
+  int e = 0;
+  while (e < most && (int64_t{1} << e) < count) ++e;
+  return e;
+}
+
 // In bytes.
 constexpr int64_t element_size(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;

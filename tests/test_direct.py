@@ -143,7 +143,11 @@ def test_one_launch_behind_the_convolution(case: Case, dtype: torch.dtype, preci
 
 
 def test_subsets_of_gradients(device: str, path: str) -> None:
-    """As by the operators, and right: which kernels run depends on the subset, and so may bits."""
+    """As by the operators, and equal to the full run.
+
+    To the last bit, but for what a kernel of the convolution's gradients forms on CUDA: which one
+    runs depends on the subset. Each of those is as near to float64 as the full run has to be.
+    """
     tensors = CASE.tensors(torch.float32, device)
     grad_out = CASE.grad_out(torch.float32, device)
     full = ours(CASE, tensors, grad_out, path=path)
@@ -156,7 +160,12 @@ def test_subsets_of_gradients(device: str, path: str) -> None:
             assert mode.names >= FORWARD | {"convnormpool::group_norm_pool_backward"}
             assert_same_bits(some, wanted)
             filled = [f if w is None else w for w, f in zip(wanted, full, strict=True)]
-            assert_accurate(CASE, filled, tensors, grad_out)
+            assert [w is None for w in wanted[1:]] == [not take for take in subset]
+            if device == "cpu" or path == "two_stage":
+                assert_same_bits(filled, full)
+            else:
+                assert_same_bits([filled[0], *filled[4:]], [full[0], *full[4:]])
+                assert_accurate(CASE, filled, tensors, grad_out)
 
 
 def test_modes_see_the_operators(device: str, path: str) -> None:

@@ -5,8 +5,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstring>
-
 #include "cuda/common/ptx_hopper.cuh"
 #include "cuda/common/reduce.cuh"
 #include "cuda/conv_activation_moments_wgmma_config.cuh"

@@ -29,12 +29,6 @@ void require_close(double value, double expected, double tolerance, const std::s
   exit(1);
 }
 
-int ceil_log2(int64_t count, int most) {
-  int e = 0;
-  while (e < most && (int64_t{1} << e) < count) ++e;
-  return e;
-}
-
 unsigned ceil_divide(int64_t a, int64_t b) { return unsigned((a + b - 1) / b); }
 
 template <class T>
@@ -168,6 +162,28 @@ TypedPointer typed(std::vector<T>& v, DType dtype) {
   return {v.data(), dtype};
 }
 
+// To the last bit, where exact quotients, as of the mean of equal numbers, are exact.
+void test_divisor() {
+  std::normal_distribution<double> normal;
+  for (int64_t J = 1; J <= 2048; ++J) {
+    const double divisor = double(J) * (J % 2 == 0 ? 50 : 1);
+    const GroupDivisor by{divisor, 1.0 / divisor};
+    for (int i = 0; i < 50; ++i) {
+      const double x = std::ldexp(normal(generator), int(generator() % 80) - 40);
+      const double equal = double(float(normal(generator)));
+      if (by.divide(x) != x / divisor || by.divide(divisor * equal) != equal) {
+        printf("FAIL %.17g by %.17g\n", x, divisor);
+        exit(1);
+      }
+    }
+    if (by.divide(INFINITY) != INFINITY || !std::isnan(by.divide(NAN))) {
+      printf("FAIL what is not finite by %.17g\n", divisor);
+      exit(1);
+    }
+  }
+  puts("ok   quotients by known numbers");
+}
+
 void test_group_norm(int64_t N, int64_t K, int64_t groups) {
   const int64_t J = K / groups;
   const double count = 50, eps = 1e-5;
@@ -261,6 +277,7 @@ int main() {
   test_moments<__nv_bfloat16>({1, 8, 65, true, 0}, ActivationFn{Activation::kGelu},
                               Activation::kGelu);
   test_moments<double>({1, 3, 50, false, 0}, hardswish, Activation::kHardswish);
+  test_divisor();
   test_group_norm(3, 16, 4);
   test_group_norm(2, 7, 7);
   test_group_norm(2, 30, 6);

@@ -106,13 +106,6 @@ inline unsigned linear_grid(int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
-// The smallest e with 2^e >= count, at most `most`.
-inline int ceil_log2(int64_t count, int most) {
-  int e = 0;
-  while (e < most && (int64_t{1} << e) < count) ++e;
-  return e;
-}
-
 inline bool aligned_to(const void* pointer, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
 }
