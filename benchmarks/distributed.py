@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -194,5 +194,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def leave(status: int) -> NoReturn:
+    """Ends the process once its output is written, without finalizing Python.
+
+    Gloo's threads outlive ``destroy_process_group`` where DDP or FSDP was used, and one that drops
+    its last tensor while Python finalizes aborts the process (PyTorch issue 190489).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -30,6 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from convnormpool import ConvNormPool3d, explain
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.distributed import leave
+
 # Of a collective, and of this whole process: nothing waits for ever.
 COLLECTIVE = timedelta(seconds=60)
 PROCESS_S = 150
@@ -299,4 +303,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
