@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import FACTOR_FLOAT64, error
 from torch import Tensor, nn
 
@@ -95,4 +97,74 @@ class Pooled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.block(x).mean(dim=(-3, -2, -1)))
+        return out
+
+
+class Spelled(nn.Module):
+    """The chain in forward code, with a function for each of activation and mean."""
+
+    def __init__(
+        self, pool: Callable[[Tensor], Tensor], act: Callable[[Tensor], Tensor] = F.relu6
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(3, 8, 3)
+        self.norm = nn.GroupNorm(2, 8)
+        self.act, self.pool = act, pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(self.norm(self.act(self.conv(x))))
+
+
+class Block(nn.Module):
+    """An mmcv-like block: the order of its parts is a setting, two of them can be left out."""
+
+    def __init__(self, order: tuple[str, ...] = ("conv", "act", "norm")) -> None:
+        super().__init__()
+        self.order = order
+        self.conv = nn.Conv3d(3, 8, 3, padding="same", bias=False)
+        self.norm_name = "gn"
+        self.add_module(self.norm_name, nn.GroupNorm(4, 8))
+        self.activate = nn.ReLU(inplace=True)
+        self.with_norm = self.with_activation = True
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.get_submodule(self.norm_name)
+
+    def forward(self, x: Tensor, activate: bool = True, norm: bool = True) -> Tensor:
+        for part in self.order:
+            if part == "conv":
+                x = self.conv(x)
+            elif part == "norm" and norm and self.with_norm:
+                x = self.norm(x)
+            elif part == "act" and activate and self.with_activation:
+                x = self.activate(x)
+        return x
+
+
+class Head(nn.Module):
+    """As in torchvision's video models: a classifier that pools its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.avgpool = nn.AdaptiveAvgPool3d((1, 1, 1))
+        self.dropout = nn.Dropout(0.0)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.dropout(self.avgpool(x).flatten(1)))
+        return out
+
+
+class VideoClassifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv3d(3, 3, 3, padding=1), nn.BatchNorm3d(3), nn.ReLU())
+        self.layer = nn.Sequential(Block(), nn.Identity())
+        self.head = Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = self.layer(x + 0.5)
+        out: Tensor = self.head(x)
         return out

@@ -1,5 +1,5 @@
 // What a Hopper backward kernel is compiled for and what it is told:
-// conv_activation_moments_backward_wgmma_outputs.cuh.
+// conv_activation_moments_backward_wgmma_filter_outputs.cuh.
 #pragma once
 
 #include "cuda/conv_activation_moments_wgmma_config.cuh"

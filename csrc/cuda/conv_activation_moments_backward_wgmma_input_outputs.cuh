@@ -1,6 +1,5 @@
 // The outputs once more and their gradient, in the Hopper kernel of the input's gradient: one
-// thread's windows, fragments and accumulators. See
-// conv_activation_moments_backward_wgmma_input.cuh.
+// thread's accumulators and fragments. See conv_activation_moments_backward_wgmma_input.cuh.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -13,50 +12,33 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/ptx_hopper.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_input_stage.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_input_windows.cuh"
 
 namespace convnormpool {
 
 template <class Config, class Act>
-struct WgmmaInputOutputs {
-  static constexpr int kT = Config::kT, kC = Config::kC, kS = Config::kS, kParts = Config::kParts;
+struct WgmmaInputOutputs : WgmmaInputWindows<Config> {
+  using Windows = WgmmaInputWindows<Config>;
+  using Windows::a, Windows::acc, Windows::address, Windows::exponent, Windows::ring,
+      Windows::unscale;
+  using Windows::block, Windows::channel, Windows::cold_thread, Windows::lane, Windows::warp;
+  static constexpr int kT = Config::kT, kC = Config::kC, kParts = Config::kParts;
   static constexpr bool kHardswish = std::is_same_v<Act, HardswishFn>;
 
-  WgmmaInputRing<Config>& ring;
   const Act act;
 
-  float acc[2][8 * kT];  // [tile][slot]; rows g and g + 8 are columns tile and tile + 2 of four
-  uint32_t a[2][Config::kSteps][4];
-  uint32_t window[kC][Config::kWindowWords];
   // dy of the columns m - 3 and m - 1 of this lane's four; negative ones are of the block before.
   uint32_t gradient[kParts][5][4];
-  // Of the lane's channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9, if scaled: y = accumulator * unscale +
-  // bias.
-  float unscale[4];
-  int exponent;           // x is scaled by 2^exponent
-  int gradient_exponent;  // and dy by this one
+  int gradient_exponent;  // dy is scaled by 2^gradient_exponent
   uint32_t inside[4];     // 1/2 as a float where the lane's column is an output, or 0
   int outputs;            // planes from the slab's first on that are outputs
-  uint32_t address;       // of this lane's windows in stage 0
   uint32_t terms_from, zeros_from;
   int before;            // the lane of the block of columns before; itself in the first block
   uint32_t before_mask;  // zero in the first block
   float zero;            // in a register: to write a constant takes two instructions
 
   __device__ __forceinline__ WgmmaInputOutputs(WgmmaInputRing<Config>& r, const Act& activation)
-      : ring(r), act(activation) {}
-
-  static __device__ __forceinline__ int lane() { return WgmmaInputRing<Config>::lane(); }
-  static __device__ __forceinline__ int warp() { return WgmmaInputRing<Config>::warp(); }
-  static __device__ __forceinline__ int block() { return wgmma_block<Config>(lane() / 4); }
-  // threadIdx.x where time does not count: where registers are short, what is made from it must not
-  // wait in them for a later use.
-  static __device__ __forceinline__ int cold_thread() {
-    return Config::kIndexAnew ? thread_index_anew() : int(threadIdx.x);
-  }
-  // The index of channel i of a lane among the tile's 16.
-  static __device__ __forceinline__ int channel(int i, int lane) {
-    return i / 2 * 8 + lane % 4 * 2 + i % 2;
-  }
+      : Windows(r), act(activation) {}
 
   // ---- what changes from quad to quad
 
@@ -66,7 +48,7 @@ struct WgmmaInputOutputs {
 #pragma unroll
     for (int i = 0; i < 8 * kT; ++i) acc[0][i] = acc[1][i] = 0.f;
     clear<0, kT>();
-    address = window_address();
+    address = Windows::window_address();
     before_mask = block() == 0 ? 0u : ~0u;
     before = lane();
 #pragma unroll
@@ -81,14 +63,6 @@ struct WgmmaInputOutputs {
     float zeros[4];
     load_shared(zeros, ring.base() + uint32_t(Config::kZeroOffset));
     zero = zeros[0];
-  }
-
-  // Of this lane's windows in stage 0, in the first of its boxes.
-  __device__ __forceinline__ uint32_t window_address() const {
-    const int thread = cold_thread(), lane = thread % 32;
-    return ring.stage_address(0) +
-           uint32_t((thread % 128 / 32 + lane % 4) * Config::kPitch +
-                    wgmma_block<Config>(lane / 4) * 4 * Config::kElementBytes);
   }
 
   __device__ __forceinline__ float bias(int k) const {
@@ -186,168 +160,6 @@ struct WgmmaInputOutputs {
   }
 
   // ---- the outputs again
-
-  __device__ __forceinline__ void next_window() {
-    ring.next();
-    load_window();
-  }
-
-  __device__ __forceinline__ void load_window() {
-    const bool tap = Config::kR == 4 || lane() % 4 < Config::kR;
-    uint32_t from = address + uint32_t(ring.stage * Config::kStageBytes);
-    // Else each channel's address would wait in a register, and be added up.
-    if (!Config::kInput) from = uint32_t(opaque_value(int(from)));
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-      constexpr int kChannelBytes = Config::kPitch * (4 + Config::kR - 1);
-      uint32_t at = from + uint32_t(ci * kChannelBytes);
-      if (!tap) at = shared_address(dynamic_shared_memory() + Config::kZeroOffset);
-      if constexpr (Config::kFloat) {
-        uint32_t low_words[4], high_words[4];
-        load_shared(low_words, at);
-        load_shared(high_words, at + 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          window[ci][i] = low_words[i], window[ci][i + 4] = high_words[i];
-        }
-      } else {
-        uint32_t low_words[2], high_words[2];
-        load_shared(low_words, at);
-        load_shared(high_words, at + 8);
-        window[ci][0] = low_words[0], window[ci][1] = low_words[1];
-        window[ci][2] = high_words[0], window[ci][3] = high_words[1];
-      }
-    }
-  }
-
-  // The registers of a step from four words that hold x[0 .. 7]: rows g are column kTile, rows g +
-  // 8 are two on; a register is the pair that begins there, or two on for kw = 2, 3. Where the
-  // filter has no kw the pair's half is zero.
-  template <int kTile>
-  __device__ __forceinline__ void pairs(uint32_t (&to)[4], const uint32_t (&words)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int word = i % 2 + i / 2, taps = kS - i / 2 * 2;
-      const uint32_t pair = kTile == 0
-                                ? words[word]
-                                : __byte_perm(words[word], words[word < 3 ? word + 1 : 3], 0x5432);
-      to[i] = taps >= 2 ? pair : taps == 1 ? pair & 0xFFFFu : 0u;
-    }
-    if (kS >= 4) to[2] = distinct_copy(to[1], ring.p.zero);
-  }
-
-  // The eight floats of each window become four words of high and, if split, four of low halves.
-  // Returns the largest magnitude as the bits of a half.
-  __device__ __forceinline__ int make_halves() {
-    const float scale = wgmma_power_of_two(exponent);
-    __half2 largest = __floats2half2_rn(0.f, 0.f);
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-      uint32_t (&words)[Config::kWindowWords] = window[ci];
-      uint32_t rest_words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x0 = __uint_as_float(words[2 * i]) * scale;
-        const float x1 = i == 3 ? 0.f : __uint_as_float(words[2 * i + 1]) * scale;
-        const __half2 high_half = __floats2half2_rn(x0, x1);
-        largest = __hmax2(largest, __habs2(high_half));
-        if constexpr (Config::kSplit) {
-          const float2 back = __half22float2(high_half);
-          const __half2 rest = __floats2half2_rn(x0 - back.x, i == 3 ? 0.f : x1 - back.y);
-          memcpy(&rest_words[i], &rest, 4);
-        }
-        memcpy(&words[i], &high_half, 4);
-      }
-#pragma unroll
-      for (int i = 0; i < 4 && Config::kSplit; ++i) words[4 + i] = rest_words[i];
-    }
-    return max(int(__half_as_ushort(__low2half(largest))),
-               int(__half_as_ushort(__high2half(largest))));
-  }
-
-  // The bits of the largest magnitude in the loaded windows of the four lanes that share rows of A.
-  __device__ __forceinline__ uint32_t largest_input() const {
-    float largest = 0.f;
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-#pragma unroll
-      for (int i = 0; i < 7; ++i) largest = fmaxf(largest, fabsf(__uint_as_float(window[ci][i])));
-    }
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    return __float_as_uint(fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)));
-  }
-
-  // Rounds the plane in `window`, scaled for each four lanes that share rows of A. The largest
-  // magnitude comes to 2^12 at first; the scale stays until a plane would pass 2^15 or stay below
-  // 1, and then the accumulators follow. Returns the lane's largest magnitude, perhaps rounded.
-  template <bool kFirst>
-  __device__ __forceinline__ float scale_window() {
-    if constexpr (kFirst) {
-      const uint32_t bits = largest_input();
-      set_exponent(min(139 - wgmma_exponent_field(bits), 127));
-      make_halves();
-      return __uint_as_float(bits);
-    } else {
-      constexpr int kOne = 0x3C00, kMost = 0x7800;  // 1 and 2^15 as halves
-      // A lane's own row may be small beside those of the other three, which follow() finds out.
-      const int largest = make_halves();
-      const bool fits = uint32_t(largest - kOne) < uint32_t(kMost - kOne) || largest == 0;
-      if (__builtin_expect(__any_sync(~0u, !fits) != 0, 0)) return follow();
-      return __half2float(__ushort_as_half(uint16_t(largest))) *
-             wgmma_power_of_two(max(-exponent, -126));
-    }
-  }
-
-  // Chooses the scale anew where the plane needs it. Up it goes by no more than 2^24 a plane: sums
-  // of a plane that much larger leave the accumulators before they could overflow.
-  __device__ __forceinline__ float follow() {
-    load_window();
-    const uint32_t bits = largest_input();
-    const int field = wgmma_exponent_field(bits);
-    const bool unfit = uint32_t(field - 127 + exponent) > 14u && bits != 0;
-    if (__any_sync(~0u, unfit)) {
-      const int next = unfit ? min(min(139 - field, 127), exponent + 24) : exponent;
-      const int change = next - exponent;
-      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
-#pragma unroll
-      for (int i = 0; i < 8 * kT; ++i) {
-        scale_accumulator(acc[0][i], factor);
-        scale_accumulator(acc[1][i], factor);
-      }
-      set_exponent(next);
-    }
-    make_halves();
-    return __uint_as_float(bits);
-  }
-
-  __device__ __forceinline__ void set_exponent(int e) {
-    const int* exponents =
-        reinterpret_cast<const int*>(dynamic_shared_memory() + Config::kExponentOffset);
-    exponent = e;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      unscale[i] = wgmma_power_of_two_or_limit(-(e + exponents[channel(i, lane())]));
-    }
-  }
-
-  // The fragments of the plane in `window`; kFirst: of a quad. Returns what scale_window does.
-  template <bool kFirst>
-  __device__ __forceinline__ float fragments() {
-    float largest = 0.f;
-    if constexpr (Config::kFloat) largest = scale_window<kFirst>();
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = window[ci][4 * part + i];
-        pairs<0>(a[0][part * kC + ci], words);
-        pairs<1>(a[1][part * kC + ci], words);
-      }
-    }
-    return largest;
-  }
 
   template <int kTile, int kPhase, int kCount, bool kAccumulate = true>
   __device__ __forceinline__ void recompute_step(float* d, int fragment, int weight_step) {

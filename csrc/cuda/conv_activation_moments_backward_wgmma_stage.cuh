@@ -1,5 +1,5 @@
 // Operands of the Hopper backward kernels: 16 bits, and the weights of the outputs in shared
-// memory. See conv_activation_moments_backward_wgmma_outputs.cuh.
+// memory. See conv_activation_moments_backward_wgmma_filter_outputs.cuh.
 #pragma once
 
 #include <cuda_bf16.h>

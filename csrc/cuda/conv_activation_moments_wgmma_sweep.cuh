@@ -1,10 +1,7 @@
-// The sweep of the Hopper window kernel: one thread's windows, fragments, accumulators and sums
-// while its warpgroup goes through the planes of an item. See conv_activation_moments_wgmma.cuh.
+// The sweep of the Hopper window kernel: one thread's accumulators and sums while its warpgroup
+// goes through the planes of an item. See conv_activation_moments_wgmma.cuh.
 #pragma once
 
-#include <cuda_fp16.h>
-
-#include <cstring>
 #include <type_traits>
 
 #include "cuda/common/activation.cuh"
@@ -12,37 +9,30 @@
 #include "cuda/common/reduce.cuh"
 #include "cuda/conv_activation_moments_wgmma_config.cuh"
 #include "cuda/conv_activation_moments_wgmma_stage.cuh"
+#include "cuda/conv_activation_moments_wgmma_windows.cuh"
 
 namespace convnormpool {
 
 template <class Config, class Act>
-struct WgmmaSweep {
-  static constexpr int kT = Config::kT, kC = Config::kC, kS = Config::kS;
+struct WgmmaSweep : WgmmaWindows<Config> {
+  using Windows = WgmmaWindows<Config>;
+  using Windows::a, Windows::acc, Windows::address, Windows::channel_bytes, Windows::lane,
+      Windows::ring, Windows::unscale;
+  static constexpr int kT = Config::kT, kC = Config::kC;
   static constexpr bool kOrdered = Config::kOverlap == WgmmaOverlap::kOrdered;
   // Whether of the last T - 1 planes only the last one has code of its own, or all of them have,
   // for each residue of the outputs mod T: faster, where registers and the code's size allow it.
   static constexpr bool kOneLast =
       Config::kOperand != WgmmaOperand::kTf32 || !std::is_same_v<Act, HardswishFn>;
 
-  WgmmaRing<Config>& ring;
   const Act act;
 
-  float acc[2][8 * kT];
-  uint32_t a[2][Config::kSteps][4];
-  uint32_t window[kC][Config::kWindowWords];
   float bias[4], pivot[4], sum[4], square[4];
-  // kFloat: x is scaled by 2^exponent, an output is an accumulator times unscale.
-  float unscale[4];
-  int exponent;
-  // Where this lane's windows stand: + stage offset + channel * channel_bytes. Lanes that stand for
-  // rows the filter lacks read zeros, which have no stages and no channels.
-  uint32_t address, channel_bytes;
   int first_column;  // of this lane's outputs
 
   __device__ __forceinline__ WgmmaSweep(WgmmaRing<Config>& r, const Act& activation)
-      : ring(r), act(activation) {}
+      : Windows(r), act(activation) {}
 
-  static __device__ __forceinline__ int lane() { return int(threadIdx.x % 32); }
   static __device__ __forceinline__ int warp() { return int(threadIdx.x) % 128 / 32; }
 
   // Which of the item's samples this warp's row is from.
@@ -66,164 +56,6 @@ struct WgmmaSweep {
     first_column = at.w + p.padding[2] + 4 * block;
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = square[i] = pivot[i] = 0.f;
-  }
-
-  template <int kStage>
-  __device__ __forceinline__ void load_window() {
-    const bool tap = Config::kR == 4 || lane() % 4 < Config::kR;
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-      uint32_t at = address + uint32_t(kStage * ring.p.stage_bytes) + uint32_t(ci) * channel_bytes;
-      if (!tap) at = shared_address(dynamic_shared_memory() + Config::kZeroOffset);
-      if constexpr (Config::kFloat) {
-        uint32_t low[4], high[4];
-        load_shared(low, at);
-        load_shared(high, at + 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) window[ci][i] = low[i], window[ci][i + 4] = high[i];
-      } else {
-        uint32_t low[2], high[2];
-        load_shared(low, at);
-        load_shared(high, at + 8);
-        window[ci][0] = low[0], window[ci][1] = low[1];
-        window[ci][2] = high[0], window[ci][3] = high[1];
-      }
-    }
-  }
-
-  // The registers of a 16-bit step from four words that hold x[0 .. 7]: the pairs that begin at the
-  // columns of both halves of the tile, and for kw = 2, 3 two columns on. Where the filter has no
-  // kw the pair's half is zero.
-  template <int kTile>
-  __device__ __forceinline__ void pairs(uint32_t (&to)[4], const uint32_t (&words)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = Config::kTileColumns * kTile + Config::kHalfColumns * (i % 2) + i / 2 * 2;
-      const int taps = kS - i / 2 * 2;
-      uint32_t pair = words[at / 2];
-      if (at % 2 == 1) pair = __byte_perm(words[at / 2], words[at / 2 + 1], 0x5432);
-      to[i] = taps >= 2 ? pair : taps == 1 ? pair & 0xFFFFu : 0u;
-    }
-    if (kS >= 4 && Config::kHalfColumns == 2) to[2] = distinct_copy(to[1], ring.p.zero);
-  }
-
-  template <int kTile>
-  __device__ __forceinline__ void build(int ci, const uint32_t (&words)[Config::kWindowWords]) {
-    if constexpr (Config::kSplit) {
-      uint32_t high[4], low[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) high[i] = words[i], low[i] = words[4 + i];
-      pairs<kTile>(a[kTile][ci], high);
-      pairs<kTile>(a[kTile][kC + ci], low);
-    } else {
-      uint32_t four[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] = words[i];
-      pairs<kTile>(a[kTile][ci], four);
-    }
-  }
-
-  // kFloat: the eight floats of each window become four words of halves and, when split, four more
-  // of low halves. Returns the largest magnitude as the bits of a half.
-  __device__ __forceinline__ int round_window() {
-    const float scale = wgmma_power_of_two(exponent);
-    __half2 largest = __floats2half2_rn(0.f, 0.f);
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-      uint32_t (&words)[Config::kWindowWords] = window[ci];
-      uint32_t low[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x0 = __uint_as_float(words[2 * i]) * scale;
-        const float x1 = i == 3 ? 0.f : __uint_as_float(words[2 * i + 1]) * scale;
-        const __half2 high = __floats2half2_rn(x0, x1);
-        largest = __hmax2(largest, __habs2(high));
-        memcpy(&words[i], &high, 4);
-        if constexpr (Config::kSplit) {
-          const float2 back = __half22float2(high);
-          const __half2 rest = __floats2half2_rn(x0 - back.x, i == 3 ? 0.f : x1 - back.y);
-          memcpy(&low[i], &rest, 4);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[4 + i] = Config::kSplit ? low[i] : 0u;
-    }
-    return max(int(__half_as_ushort(__low2half(largest))),
-               int(__half_as_ushort(__high2half(largest))));
-  }
-
-  // The exponent field of the largest magnitude in the loaded windows of the four lanes that share
-  // rows of A; `zero` where there is none.
-  __device__ __forceinline__ int largest_field(int zero) const {
-    float largest = 0.f;
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-#pragma unroll
-      for (int i = 0; i < 7; ++i) largest = fmaxf(largest, fabsf(__uint_as_float(window[ci][i])));
-    }
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    return largest == 0.f ? zero : wgmma_exponent_field(__float_as_uint(largest));
-  }
-
-  // kFloat: rounds the plane in `window`, of stage kStage, scaled for each four lanes that share
-  // rows of A. The largest magnitude comes to 2^12 at first; the scale stays until a plane would
-  // pass 2^15 or stay below 1, and then the accumulators follow.
-  template <bool kFirst, int kStage>
-  __device__ __forceinline__ void scale_window() {
-    if constexpr (kFirst) {
-      set_exponent(min(139 - largest_field(0), 127));
-      round_window();
-    } else {
-      constexpr int kOne = 0x3C00, kMost = 0x7800;  // 1 and 2^15 as halves
-      // A lane's own row may be small beside those of the other three, which follow() finds out.
-      const int largest = round_window();
-      const bool fits = uint32_t(largest - kOne) < uint32_t(kMost - kOne) || largest == 0;
-      if (__builtin_expect(__any_sync(~0u, !fits) != 0, 0)) follow<kStage>();
-    }
-  }
-
-  // Chooses the scale anew where the plane needs it. Up it goes by no more than 2^24 a plane: sums
-  // of a plane that much larger leave the accumulators before they could overflow.
-  template <int kStage>
-  __device__ __forceinline__ void follow() {
-    load_window<kStage>();
-    const int field = largest_field(127 - exponent);
-    const bool unfit = uint32_t(field - 127 + exponent) > 14u;
-    const int next = unfit ? min(min(139 - field, 127), exponent + 24) : exponent;
-    const int change = next - exponent;
-    if (__any_sync(~0u, unfit)) {
-      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
-#pragma unroll
-      for (int i = 0; i < 8 * kT; ++i) {
-        scale_accumulator(acc[0][i], factor);
-        scale_accumulator(acc[1][i], factor);
-      }
-      set_exponent(next);
-    }
-    round_window();
-  }
-
-  __device__ __forceinline__ void set_exponent(int e) {
-    const int* exponents =
-        reinterpret_cast<const int*>(dynamic_shared_memory() + Config::kExponentOffset);
-    exponent = e;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      unscale[i] =
-          wgmma_power_of_two_or_limit(-(e + exponents[i / 2 * 8 + lane() % 4 * 2 + i % 2]));
-    }
-  }
-
-  // The fragments of the plane in `window`; kFirst: of an item.
-  template <bool kFirst, int kStage>
-  __device__ __forceinline__ void fragments() {
-    if constexpr (Config::kFloat) scale_window<kFirst, kStage>();
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-      build<0>(ci, window[ci]);
-      build<1>(ci, window[ci]);
-    }
   }
 
   // One step of one tile into slots 0 .. kCount - 1 for planes p = kPhase mod T.
@@ -325,7 +157,7 @@ struct WgmmaSweep {
   template <int kStage>
   __device__ __forceinline__ void next_window() {
     ring.template wait_stage<kStage>();
-    load_window<kStage>();
+    Windows::template load_window<kStage>();
   }
 
   // Plane p = kPhase mod T of the item into slots 0 .. kCount - 1; z = p - T + 1 is the output
@@ -363,7 +195,7 @@ struct WgmmaSweep {
       finish<0, kSlot>(columns);
       finish<1, kSlot>(columns);
     }
-    if (more) fragments<false, kNext>();
+    if (more) Windows::template fragments<false, kNext>();
   }
 
   // The planes that come before the first finished one, from p = kPlane on.
@@ -429,7 +261,7 @@ struct WgmmaSweep {
   __device__ __forceinline__ void sweep() {
     clear_all();
     next_window<0>();
-    fragments<true, 0>();
+    Windows::template fragments<true, 0>();
     head<0>();
     constexpr int kTail = kT == 1 ? 0 : kOneLast ? 1 : kT - 1;
     const int end = ring.p.planes - kTail;

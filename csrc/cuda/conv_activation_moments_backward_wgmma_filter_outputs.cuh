@@ -1,5 +1,6 @@
-// The outputs of a convolution and their gradients on Hopper, four rows of one sample at a time:
-// what the backward kernels share.
+// The outputs of the convolution once more and their gradients, in the Hopper kernel of the
+// gradients of filter and bias, four rows of one sample at a time. See
+// conv_activation_moments_backward_wgmma_filter.cuh.
 //
 // The outputs are computed as in conv_activation_moments_wgmma.cuh. Warp q of a warpgroup owns row
 // q of the four and 32 columns; in tile 0 and 1, rows g and g + 8 of an accumulator fragment stand
@@ -18,9 +19,6 @@
 // for each sample and 16 channels, chosen before the first output is known.
 #pragma once
 
-#include <cuda_fp16.h>
-
-#include <cstring>
 #include <type_traits>
 
 #include "activation.h"
@@ -28,6 +26,7 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/ptx_hopper.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_config.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_filter_windows.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_stage.cuh"
 
 namespace convnormpool {
@@ -35,8 +34,8 @@ namespace convnormpool {
 // At most this is the derivative of any activation, with room for what rounding adds to dy.
 constexpr float kWgmmaSlopeBound = 4.f;
 
-// One thread's part of a warpgroup's work. Ring is a WgmmaRing, or what looks like one but chooses
-// the items otherwise. Derived takes the gradients, and has
+// One thread's part of a warpgroup's work. Derived takes the gradients, and has
+//   row()                 which of the four rows this warp owns
 //   prepare()             in a step, before its wgmmas; what other warps stored in the steps before
 //                         can be read
 //   issue()               its own wgmmas, ends a group
@@ -48,38 +47,29 @@ constexpr float kWgmmaSlopeBound = 4.f;
 //                         values of each of the lane's channels (`channel`), scaled
 //   inputs(largest)       `a` holds the next plane's fragments, of which four lanes' largest
 //                         magnitude (float32 kinds)
-// and may have
-//   row()                 which of the four rows this warp owns
 //   end_step()            the last in a step; waits for complete()'s group
-template <class Config, class Act, class Ring, class Derived>
-struct WgmmaOutputs {
-  static constexpr int kT = Config::kT, kC = Config::kC, kS = Config::kS, kParts = Config::kParts;
+template <class Config, class Act, class Derived>
+struct WgmmaFilterOutputs : WgmmaFilterWindows<Config> {
+  using Windows = WgmmaFilterWindows<Config>;
+  using Windows::a, Windows::acc, Windows::address, Windows::exponent, Windows::live, Windows::ring;
+  using Windows::lane, Windows::shared;
+  static constexpr int kT = Config::kT, kC = Config::kC, kParts = Config::kParts;
   static constexpr bool kOrdered = Config::kOverlap == WgmmaOverlap::kOrdered;
 
   const WgmmaBackwardParams& p;
-  Ring& ring;
   const Act act;
   const int first_channel;
 
-  float acc[2][8 * kT];
-  uint32_t a[2][kParts * kC][4];
-  int exponent;      // kFloat: x is scaled by 2^exponent
-  uint32_t address;  // of this lane's windows, + stage offset + channel * kChannelBytes
-  // Bit j: column j of this lane's four is an output, bit 4 + j: it would be in another row.
-  uint32_t live;
   int plane;  // of the item, which the step reads
   int sample;
 
-  __device__ __forceinline__ WgmmaOutputs(const WgmmaBackwardParams& params, Ring& r,
-                                          const Act& activation, int channel)
-      : p(params), ring(r), act(activation), first_channel(channel) {}
+  __device__ __forceinline__ WgmmaFilterOutputs(const WgmmaBackwardParams& params,
+                                                WgmmaRing<Config>& r, const Act& activation,
+                                                int channel)
+      : Windows(r), p(params), act(activation), first_channel(channel) {}
 
   __device__ __forceinline__ Derived& derived() { return static_cast<Derived&>(*this); }
-  static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
   static __device__ __forceinline__ int warp() { return int(threadIdx.x) % 128 / 32; }
-  static __device__ __forceinline__ uint32_t shared() {
-    return shared_address(dynamic_shared_memory());
-  }
   // The output plane that the step finishes, if it is one.
   __device__ __forceinline__ int z() const { return plane - (kT - 1); }
   __device__ __forceinline__ bool counted() const { return z() >= 0 && z() < p.Z; }
@@ -97,9 +87,6 @@ struct WgmmaOutputs {
     return *reinterpret_cast<const int*>(dynamic_shared_memory() + Config::kGroupOffset +
                                          48 * ring.group);
   }
-
-  __device__ __forceinline__ void end_step() {}
-  __device__ __forceinline__ int row() const { return warp(); }
 
   // All items of the warpgroup.
   __device__ __forceinline__ void run() {
@@ -188,132 +175,17 @@ struct WgmmaOutputs {
     __syncwarp();
   }
 
-  // A channel's window of the plane that the ring has reached.
-  __device__ __forceinline__ void load_window(int ci, uint32_t (&window)[Config::kWindowWords]) {
-    const bool tap = Config::kR == 4 || lane() % 4 < Config::kR;
-    uint32_t at = address + ring.offset() + uint32_t(ci * Config::kChannelBytes);
-    if (!tap) at = shared() + uint32_t(Config::kZeroOffset);
-    if constexpr (Config::kFloat) {
-      uint32_t low[4], high[4];
-      load_shared(low, at);
-      load_shared(high, at + 16);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) window[i] = low[i], window[i + 4] = high[i];
-    } else {
-      uint32_t low[2], high[2];
-      load_shared(low, at);
-      load_shared(high, at + 8);
-      window[0] = low[0], window[1] = low[1];
-      window[2] = high[0], window[3] = high[1];
-    }
-  }
-
-  // The fragments of a channel from four words that hold x[0 .. 7]: tile t has the pairs that begin
-  // at 2 t .. 2 t + 3. Where the filter has no kw the pair's half is zero.
-  __device__ __forceinline__ void pairs(int step, const uint32_t (&words)[4]) {
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 2 * tile + i;
-        uint32_t pair = words[at / 2];
-        if (at % 2 == 1) pair = __byte_perm(words[at / 2], words[at / 2 + 1], 0x5432);
-        const int taps = kS - i / 2 * 2;
-        a[tile][step][i] = taps >= 2 ? pair : taps == 1 ? pair & 0xFFFFu : 0u;
-      }
-    }
-  }
-
-  // kFloat: the eight floats of each window of the ring's plane become fragments, scaled by
-  // 2^exponent. Returns the largest magnitude as the bits of a half.
-  __device__ __forceinline__ int round_window() {
-    const float scale = wgmma_power_of_two(exponent);
-    __half2 largest = __floats2half2_rn(0.f, 0.f);
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-      uint32_t window[Config::kWindowWords], high[4], low[4];
-      load_window(ci, window);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x0 = __uint_as_float(window[2 * i]) * scale;
-        const float x1 = i == 3 ? 0.f : __uint_as_float(window[2 * i + 1]) * scale;
-        wgmma_operands<Config>(x0, x1, high[i], low[i], i < 3);
-        __half2 pair;
-        memcpy(&pair, &high[i], 4);
-        largest = __hmax2(largest, __habs2(pair));
-      }
-      pairs(ci, high);
-      if constexpr (Config::kSplit) pairs(kC + ci, low);
-    }
-    return max(int(__half_as_ushort(__low2half(largest))),
-               int(__half_as_ushort(__high2half(largest))));
-  }
-
-  // The largest magnitude in the windows of the four lanes that share rows of A.
-  __device__ __forceinline__ float largest_input() {
-    float largest = 0.f;
-#pragma unroll
-    for (int ci = 0; ci < kC; ++ci) {
-      uint32_t window[Config::kWindowWords];
-      load_window(ci, window);
-#pragma unroll
-      for (int i = 0; i < 7; ++i) largest = fmaxf(largest, fabsf(__uint_as_float(window[i])));
-    }
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-  }
-
-  // kFloat: the fragments of the ring's plane, scaled as WgmmaSweep does it. Returns the
-  // largest magnitude, rounded.
-  __device__ __forceinline__ float scale_window(bool first) {
-    if (first) {
-      const float largest = largest_input();
-      exponent = min(139 - wgmma_exponent_field(__float_as_uint(largest)), 126);
-      round_window();
-      return largest;
-    }
-    constexpr int kOne = 0x3C00, kMost = 0x7800;  // 1 and 2^15 as halves
-    const int largest = round_window();
-    const bool small = (__ballot_sync(~0u, largest >= kOne) >> (lane() & 28) & 15u) == 0;
-    // Lanes without outputs may see nothing but zeros.
-    const bool unfit = largest >= kMost || (small && live != 0);
-    if (__builtin_expect(__any_sync(~0u, unfit) != 0, 0)) return follow();
-    return __half2float(__ushort_as_half(uint16_t(largest))) * wgmma_power_of_two(-exponent);
-  }
-
-  // Chooses the scale anew where the plane needs it. Up it goes by no more than 2^24 a plane: sums
-  // of a plane that much larger leave the accumulators before they could overflow.
-  __device__ __forceinline__ float follow() {
-    const float largest = largest_input();
-    const int field =
-        largest == 0.f ? 127 - exponent : wgmma_exponent_field(__float_as_uint(largest));
-    const bool unfit = uint32_t(field - 127 + exponent) > 14u;
-    const int next = unfit ? min(min(139 - field, 126), exponent + 24) : exponent;
-    const int change = next - exponent;
-    if (__any_sync(~0u, unfit)) {
-      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
-#pragma unroll
-      for (int i = 0; i < 8 * kT; ++i) {
-        scale_accumulator(acc[0][i], factor);
-        scale_accumulator(acc[1][i], factor);
-      }
-      exponent = next;
-    }
-    round_window();
-    return largest;
-  }
-
   // The fragments of the plane that the ring has reached; first: of an item.
   __device__ __forceinline__ void fragments(bool first) {
     float largest = 0.f;
     if constexpr (Config::kFloat) {
-      largest = scale_window(first);
+      largest = Windows::scale_window(first);
     } else {
 #pragma unroll
       for (int ci = 0; ci < kC; ++ci) {
         uint32_t window[Config::kWindowWords];
-        load_window(ci, window);
-        pairs(ci, window);
+        Windows::load_window(ci, window);
+        Windows::pairs(ci, window);
       }
     }
     derived().inputs(largest);
