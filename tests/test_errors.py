@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -208,6 +209,8 @@ def test_operators_check_their_arguments(device: str) -> None:
         ("padding", 1.5),
         ("padding", (1, 1.5, 1)),
         ("stride", None),
+        ("stride", torch.tensor([1, 1, 1])),
+        ("padding", np.array([1, 1, 1])),
         ("groups", 1.0),
         ("groups", "1"),
         ("num_groups", 2.0),
@@ -215,6 +218,8 @@ def test_operators_check_their_arguments(device: str) -> None:
         ("eps", "a"),
         ("norm_weight", 1.0),
         ("bias", 1.0),
+        ("bias", torch.zeros(W[0]).to_sparse()),
+        ("norm_weight", torch.zeros(W[0]).to_sparse()),
     ],
 )
 def test_wrong_types(name: str, value: object) -> None:

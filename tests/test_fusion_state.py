@@ -162,7 +162,7 @@ class Seeded(Base):
 @pytest.mark.parametrize(
     ("kind", "places"),
     [
-        (Counting, 1), (Averaging, 1), (Warming, 0), (Assigning, 0), (Clamping, 0),
+        (Counting, 1), (Averaging, 1), (Warming, 0), (Assigning, 0), (Clamping, 1),
         (Recording, 0), (ChangedInBetween, 0), (Seeded, 0),
     ],
 )  # fmt: skip

@@ -106,3 +106,13 @@ def test_norm_parameters_and_removal(device: str) -> None:
     assert torch.allclose(layer(x), wanted, rtol=1e-4, atol=1e-6)
     parametrize.remove_parametrizations(layer.group_norm, "weight", leave_parametrized=False)
     assert torch.equal(layer(x), plain)
+
+
+def test_explain_only_looks(device: str) -> None:
+    """Spectral norm's vectors, which each look at the weight in training improves, stay."""
+    layer = ConvNormPool3d(3, 8, 3).to(device)
+    parametrizations.spectral_norm(layer.conv)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    explain(layer, torch.randn(2, 3, 4, 5, 6, device=device))
+    assert layer.conv.parametrizations.weight.training
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())

@@ -23,6 +23,8 @@ from fusion_models import (
 )
 from torch import Tensor, nn
 
+from convnormpool.fusion import fuse_
+
 # In float64 PyTorch's own hardsigmoid has 1/6 in float32 in its backward.
 DTYPES = {"hardsigmoid": torch.float32}
 
@@ -153,3 +155,25 @@ def test_video_classifier(device: str) -> None:
         report = fused(copied, sample(device))
         assert [place.name for place in report.fused] == ["layer.0.conv"]
         assert copied.stem[1].num_batches_tracked == mode
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda h: h.view(h.size(0), 1, -1).mean(-1),
+        lambda h: h.reshape(h.shape[0], 1, -1).mean(2),
+        lambda h: h.view(h.size(0), h.size(1), h.size(2), -1).mean(-1),
+        lambda h: h.flatten(2).view(h.size(0), h.size(1), h.size(-1)).mean(-1),
+    ],
+)
+def test_sizes_that_flatten_something_else(pool: Callable[[Tensor], Tensor]) -> None:
+    model, x = Spelled(pool), sample("cpu").float()
+    original = copy.deepcopy(model)
+    fuse_(model)
+    try:
+        wanted = original(x)
+    except RuntimeError:
+        with pytest.raises(RuntimeError, match="shape"):
+            model(x)
+    else:
+        torch.testing.assert_close(model(x), wanted)

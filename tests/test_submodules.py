@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 
 import pytest
 import torch
@@ -61,6 +62,13 @@ def wrapped_conv(layer: ConvNormPool3d) -> None:
     layer.conv = Adapted(layer.conv)
 
 
+def patched_on_the_instance(layer: ConvNormPool3d) -> None:
+    def twice(conv: nn.Conv3d, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return 2 * nn.functional.conv3d(x, w, b)
+
+    layer.conv._conv_forward = MethodType(twice, layer.conv)
+
+
 def no_norm(layer: ConvNormPool3d) -> None:
     layer.group_norm = nn.Identity()
 
@@ -71,6 +79,7 @@ CHANGES = (
     subclass_with_another_convolution,
     subclass_of_norm,
     wrapped_conv,
+    patched_on_the_instance,
     no_norm,
 )
 

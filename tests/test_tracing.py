@@ -152,6 +152,7 @@ class Draws(Pooled):
         (lambda: Spelled(lambda h: h.mean((1, 2, 3, 4))), "all of them"),
         (lambda: Spelled(lambda h: h.mean()), "all of them"),
         (lambda: Spelled(lambda h: h.mean((2, 3, 4), dtype=torch.float64)), "arguments other"),
+        (lambda: Spelled(lambda h: h.mean("H")), "dimensions by name"),
         (lambda: Spelled(nn.AdaptiveAvgPool3d(2)), "pools to 2, not to one position"),
         (lambda: Spelled(lambda h: mean(h) + h.amax((2, 3, 4))), "GroupNorm is also used by amax"),
         (lambda: Spelled(lambda h: (mean(h), h)), "GroupNorm is returned"),

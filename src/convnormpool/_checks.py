@@ -77,6 +77,8 @@ def remembered(function: Callable[..., _Result]) -> Callable[..., _Result]:
             if type(a) in _VALUES:
                 facts.append(a)
             elif isinstance(a, Tensor):
+                if a.layout is not torch.strided:
+                    return function(*args)
                 facts.append(Facts(a.shape, a.dtype, a.device))
             elif isinstance(a, tuple | list):
                 if any(type(value) is not int for value in a):
@@ -151,7 +153,12 @@ def integer(name: str, value: Any) -> int:
         return cast("int", value)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer; got {value!r}")
-    return value if isinstance(value, int) else operator.index(value)
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:  # an array of several, which has an __index__, too
+        raise TypeError(f"{name} must be an integer; got {value!r}") from None
 
 
 def per_axis(name: str, value: Any, least: int, axes: int) -> tuple[int, ...]:
@@ -168,6 +175,8 @@ def is_tensor(name: str, value: Any) -> None:
     """``value`` must be a tensor."""
     if not isinstance(value, Tensor | Facts):
         raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; its layout is {value.layout}")
 
 
 def _each(name: str, values: Sequence[int], least: int) -> None:

@@ -12,9 +12,9 @@ import itertools
 import linecache
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -33,13 +33,19 @@ __all__ = [
     "Place",
     "Variant",
     "class_of",
+    "derived_class",
+    "first_names",
     "member",
+    "remember_forward",
     "run_place",
     "set_fusion",
     "shared_members",
+    "unpack",
 ]
 
 Path = tuple[str, ...]
+# Of named_parameters or named_buffers: the method, recurse, remove_duplicate.
+Listing = tuple[str, bool, bool]
 
 
 class Code:
@@ -100,6 +106,8 @@ class Variant:
     kept: tuple[tuple[Path, Kept], ...]
     reads: tuple[tuple[Path, str, Any], ...]
     members: tuple[tuple[Path, str, type], ...]
+    methods: tuple[tuple[Path, str], ...]
+    listed: tuple[tuple[Path, Listing, tuple[str | None, ...]], ...]
     shared: tuple[tuple[Path, Path], ...]
 
     def holds(self, root: nn.Module) -> bool:
@@ -108,7 +116,7 @@ class Variant:
             module = _at(root, path)
             if module is None or class_of(module) is not base or has_hooks(module):
                 return False
-            if "forward" in module.__dict__:
+            if "forward" in module.__dict__ or not _has_its_forward(base):
                 return False
         for path, kept in self.kept:
             module = _at(root, path)
@@ -121,6 +129,14 @@ class Variant:
         for path, name, kind in self.members:
             module = _at(root, path)
             if module is None or not issubclass(member(module, name), kind):
+                return False
+        for path, name in self.methods:
+            module = _at(root, path)
+            if module is None or name in module.__dict__:
+                return False
+        for path, listing, names in self.listed:
+            module = _at(root, path)
+            if module is None or first_names(module, listing, len(names)) != names:
                 return False
         return all(_held(root, one) is _held(root, other) for one, other in self.shared)
 
@@ -165,12 +181,16 @@ def _fused_class(base: type[nn.Module]) -> type[nn.Module]:
     """The class of rewritten modules that had ``base``; one for each."""
     if base in _fused_classes:
         return _fused_classes[base]
-    original = base.forward
+    original = remember_forward(base)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         fusion = self._convnormpool_fusion
-        if fusion is not None and not nn.modules.module._has_any_global_hook():
+        if base.forward is not original:
+            return base.forward(self, *args, **kwargs)
+        # What a forward asks of an input was answered as for a tensor.
+        tensors = all(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
+        if fusion is not None and tensors and not nn.modules.module._has_any_global_hook():
             for variant in fusion.variants:
                 names = variant.inputs[len(args) :]
                 if len(args) + len(kwargs) != len(variant.inputs) or set(names) != set(kwargs):
@@ -180,9 +200,29 @@ def _fused_class(base: type[nn.Module]) -> type[nn.Module]:
         return original(self, *args, **kwargs)
 
     space = {"forward": forward, "_convnormpool_base": base, "__module__": base.__module__}
-    kind = types.new_class(f"Fused{base.__name__}", (Fused, base), {}, lambda s: s.update(space))
+    kind = derived_class(f"Fused{base.__name__}", (Fused, base), space)
     _fused_classes[base] = kind
     return kind
+
+
+def derived_class(name: str, bases: tuple[type, ...], space: dict[str, Any]) -> type[nn.Module]:
+    """A class of which those that it is derived from are not told: some keep a register of them."""
+    kind: Any = type.__new__(type(bases[-1]), name, (nn.Module,), space)
+    kind.__bases__ = bases
+    return cast("type[nn.Module]", kind)
+
+
+# By class, what its instances' forward was when it was traced.
+_forwards: dict[type[nn.Module], Any] = {}
+
+
+def remember_forward(kind: type[nn.Module]) -> Any:
+    """The forward of a class, which is from here on looked for."""
+    return _forwards.setdefault(kind, kind.forward)
+
+
+def _has_its_forward(kind: type[nn.Module]) -> bool:
+    return _forwards.get(kind, kind.forward) is kind.forward
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -235,6 +275,23 @@ def shared_members(root: nn.Module) -> Iterator[tuple[Path, Path]]:
 
 def _read(module: nn.Module, name: str) -> Any:
     return tuple(module._modules) if name == "_modules" else getattr(module, name, None)
+
+
+def first_names(module: nn.Module, listing: Listing, count: int) -> tuple[str | None, ...]:
+    """The first names of a module's parameters or buffers, and None behind the last."""
+    method, recurse, remove_duplicate = listing
+    found = getattr(module, method)(recurse=recurse, remove_duplicate=remove_duplicate)
+    names = itertools.chain((name for name, _ in found), (None,))
+    return tuple(itertools.islice(names, count))
+
+
+def unpack(values: Iterable[Any], count: int) -> tuple[Any, ...]:
+    """What ``a, b = values`` gives, and raises."""
+    found = tuple(values)
+    if len(found) != count:
+        problem = "not enough" if len(found) < count else "too many"
+        raise ValueError(f"{problem} values to unpack (expected {count})")
+    return found
 
 
 class Absent:

@@ -109,9 +109,10 @@ class Kept:
         if has_hooks(module):
             return "has hooks, which need the tensors between the steps"
         kind = type(module)
-        if "forward" not in module.__dict__ and kind.__call__ is nn.Module.__call__:
+        if kind.__call__ is nn.Module.__call__:
             for name in self.methods:
-                if getattr(kind, name) is not getattr(self.base, name):
+                own = name in module.__dict__
+                if own or getattr(kind, name) is not getattr(self.base, name):
                     break
             else:
                 return ""
@@ -264,7 +265,9 @@ def _call_step(node: fx.Node) -> Step | None:
         if found is None or not all(map(_constant, found.values())):
             return Step("reduction", "mean", "the mean has arguments other than dim and keepdim")
         dim = found.get("dim")
-        axes = (dim,) if isinstance(dim, int) else dim
+        axes: Any = (dim,) if isinstance(dim, int | str) else dim
+        if any(not isinstance(axis, int) for axis in axes or ()):
+            return Step("reduction", "mean", "the mean is over dimensions by name")
         return Step("reduction", "mean", axes=_mean(axes, bool(found.get("keepdim", False))))
     if target in _POOL_CALLS:
         size = (_arguments(node, ("output_size",)) or {}).get("output_size")
@@ -279,7 +282,7 @@ def _call_step(node: fx.Node) -> Step | None:
         )
     if target in ("view", "reshape", torch.reshape):
         sizes = [v for a in node.args[1:] for v in (a if isinstance(a, tuple | list) else (a,))]
-        if [size if isinstance(size, int) else axis_of(size) for size in sizes] != [0, 1, -1]:
+        if [axis_of(size) for size in sizes[:-1]] != [0, 1] or sizes[-1] != -1:
             return None
         return Step("reshape", name, axes=_flatten(2, -1))
     if target in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout):

@@ -6,17 +6,27 @@ import copy
 import enum
 import inspect
 import itertools
-import random
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._rewritten import Fused, Path, class_of, member
+from ._ambient import NoChanges, ambient, generators, modes, set_generators
+from ._rewritten import (
+    Fused,
+    Listing,
+    Path,
+    class_of,
+    derived_class,
+    first_names,
+    member,
+    remember_forward,
+)
+from ._watch import TracedTensor, Watch, written_by_user
 
 __all__ = ["LAYERS", "NotTraceable", "Tracer", "closed", "opaque"]
 
@@ -26,7 +36,6 @@ class NotTraceable(Exception):
 
 
 _ENTRY = "_convnormpool_entry"
-_AUTOCAST = ("cpu", "cuda")
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training", "_modules"}
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device,
@@ -71,37 +80,53 @@ class Tracer(fx.Tracer):
         self.reads: dict[tuple[Path, str], tuple[Any, Any]] = {}
         # By the same: what else was asked for, parameters and submodules and what is not there.
         self.members: dict[tuple[Path, str], type] = {}
+        # Methods that were called, which an instance may have for itself later.
+        self.methods: set[tuple[Path, str]] = set()
+        # The names of the parameters or buffers that were gone through.
+        self.listed: dict[tuple[Path, Listing], tuple[str | None, ...]] = {}
         self.within: Path = ()
         self.listening = False
+        self.refusal = ""
+        self.watch = Watch(self._note_refusal)
 
     def graph_of(self, root: nn.Module) -> tuple[fx.Graph, tuple[str, ...]]:
         """The graph and its inputs' names; each node's "scopes" are the modules it is called in."""
-        state = torch.get_rng_state(), random.getstate()
+        state = generators()
         try:
             inputs = _required_inputs(class_of(root))
-            with _NoChanges():  # type: ignore[no-untyped-call]
+            with NoChanges(self.refuse):
                 # The first operation under a mode imports dynamo, which must not happen below:
                 # torch.fx has replaced the functions of math there, and dynamo would keep those.
                 torch.empty(0)
-            with self._recording(root, inputs), _modes(self.switched), _NoChanges():  # type: ignore[no-untyped-call]
-                self.ambient = _ambient()
-                graph = self.trace(root)
-        except NotTraceable:
-            raise
+            with self._recording(root, inputs), modes(self.switched), NoChanges(self.refuse):
+                self.ambient = ambient()
+                with self.watch:
+                    graph = self.trace(root)
+                self.watch.look()
         except Exception as error:
+            if self.refusal:  # which the forward may have caught and answered by another error
+                raise NotTraceable(self.refusal) from None
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise NotTraceable(f"its forward can't be traced: {lines[0]}") from error
         finally:
             # All that the forward did beside being traced is taken back.
             changed = [name for (_, name), values in self.reads.items() if _restore(*values)]
-            drawn = random.getstate() != state[1] or not torch.get_rng_state().equal(state[0])
-            torch.set_rng_state(state[0])
-            random.setstate(state[1])
+            drawn = set_generators(state)
+        if self.refusal:
+            raise NotTraceable(self.refusal)
         if drawn:
             raise NotTraceable("its forward draws random numbers outside of modules")
         if changed:
             raise NotTraceable(f"its forward changes self.{changed[0]}")
         return graph, inputs
+
+    def _note_refusal(self, reason: str) -> None:
+        self.refusal = self.refusal or reason
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Ends the tracing, also where the forward catches the exception."""
+        self._note_refusal(reason)
+        raise NotTraceable(reason)
 
     @contextmanager
     def _listen(self, listening: bool) -> Iterator[None]:
@@ -116,8 +141,13 @@ class Tracer(fx.Tracer):
             return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, dict) and not type(a).__module__.startswith(("builtins", "torch.fx.")):
-            raise NotTraceable(f"its forward passes a {type(a).__name__}, which becomes a dict")
+        kind = type(a)
+        if isinstance(a, dict) and not kind.__module__.startswith(("builtins", "torch.fx.")):
+            self.refuse(f"its forward passes a {kind.__name__}, which becomes a dict")
+        plain = next((c for c in _AS_THEIR_BASE if issubclass(kind, c)), kind)
+        known = plain is kind or kind.__module__.startswith("torch") or hasattr(a, "_fields")
+        if not known:
+            self.refuse(f"its forward passes a {kind.__name__}, which becomes a {plain.__name__}")
         with self._listen(False):
             return super().create_arg(a)
 
@@ -134,12 +164,24 @@ class Tracer(fx.Tracer):
         finally:
             self.within = outside
 
+    def proxy(self, node: fx.Node) -> TracedTensor:
+        return TracedTensor(node, self)
+
+    def to_bool(self, obj: Any) -> NoReturn:
+        self.refuse("its forward can't be traced: what it does depends on values of tensors")
+
+    def iter(self, obj: Any) -> NoReturn:
+        self.refuse("its forward can't be traced: it goes through the parts of a tensor")
+
+    def keys(self, obj: Any) -> NoReturn:
+        self.refuse("its forward can't be traced: it asks for the keys of an input")
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        if _ambient() != self.ambient:
-            raise NotTraceable(
+        if ambient() != self.ambient:
+            self.refuse(
                 "its forward has a part with other gradient, autocast or checkpoint modes, or seed"
             )
         node = super().create_node(*args, **kwargs)
@@ -160,7 +202,7 @@ class Tracer(fx.Tracer):
                 value = tuple(value)
             elif not _plain(value):
                 kind = type(value).__name__
-                raise NotTraceable(f"its forward reads self.{name}, a {kind}, which may change")
+                self.refuse(f"its forward reads self.{name}, a {kind}, which may change")
             self.reads.setdefault((paths[module], name), (copy.deepcopy(value), value))
 
         def missed(module: nn.Module, name: str) -> None:
@@ -169,11 +211,35 @@ class Tracer(fx.Tracer):
                     found = _named(member(module, name))
                 self.members.setdefault((paths[module], name), found)
 
+        def used(module: nn.Module, name: str) -> None:
+            if not self.listening:
+                return
+            if name in _TENSORS_OF:
+                self.refuse(f"its forward reads self.{name}, whose values are not traced")
+            self.methods.add((paths[module], name))
+
+        def each(module: nn.Module, listing: Listing, prefix: str) -> Iterator[tuple[str, Any]]:
+            with self._listen(False):
+                names = [name for name in first_names(module, listing, sys.maxsize) if name]
+            key = paths[module], listing
+            for count, name in enumerate(names, start=1):
+                if count > len(self.listed.get(key, ())):
+                    self.listed[key] = tuple(names[:count])
+                *within, last = name.split(".")
+                owner = module
+                with self._listen(False):
+                    for part in within:
+                        owner = owner._modules[part]  # type: ignore[assignment]
+                    tensor = getattr(owner, last)
+                yield f"{prefix}.{name}" if prefix else name, tensor
+            self.listed[key] = (*names, None)
+
         try:
             for module in before:
                 base = class_of(module)
                 if base not in kinds:
-                    kinds[base] = _recording_class(base, note, missed)
+                    remember_forward(base)
+                    kinds[base] = _recording_class(self, base, note, missed, used, each)
                 object.__setattr__(module, "__class__", kinds[base])
             space: dict[str, Any] = {"_convnormpool_listen": self._listen}
             names = ", ".join(inputs)
@@ -189,13 +255,10 @@ class Tracer(fx.Tracer):
                 object.__setattr__(module, "__class__", base)
 
 
-class _NoChanges(TorchDispatchMode):
-    """Refuses what code outside of the graph would change for good, in each tensor there is."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            raise NotTraceable("its forward changes tensors in a way that is not traced")
-        return func(*args, **(kwargs or {}))
+# Subclasses of these, a NumPy number among them, a graph's code does not spell as what they are.
+_AS_THEIR_BASE: tuple[type, ...] = (bool, int, float, complex, str, list, tuple)
+# Parts of a module that hold tensors themselves, for which there are no stand-ins.
+_TENSORS_OF = frozenset(("_buffers", "_parameters", "state_dict"))
 
 
 def _named(kind: type) -> type:
@@ -204,9 +267,12 @@ def _named(kind: type) -> type:
 
 
 def _recording_class(
+    tracer: Tracer,
     base: type[nn.Module],
     note: Callable[[nn.Module, str, Any], None],
     missed: Callable[[nn.Module, str], None],
+    used: Callable[[nn.Module, str], None],
+    each: Callable[[nn.Module, Listing, str], Iterator[tuple[str, Any]]],
 ) -> type[nn.Module]:
     def read(self: Any, name: str) -> Any:
         try:
@@ -215,48 +281,48 @@ def _recording_class(
             # Parameters, buffers and submodules come from __getattr__, or nothing does.
             missed(self, name)
             raise
-        if name not in _INTERNAL and name != "forward" and not name.startswith("__"):
-            own = name in object.__getattribute__(self, "__dict__")
-            if own or (_plain(value) and not callable(value)):
-                note(self, name, value)
+        if name.startswith("__"):
+            return value
+        asked = written_by_user(sys._getframe(1))
+        own = name in object.__getattribute__(self, "__dict__")
+        if asked and (name in _TENSORS_OF or (callable(value) and not own)):
+            used(self, name)
+        if name in _INTERNAL or name == "forward":
+            return value
+        if own or (_plain(value) and not callable(value)) or (asked and _held(base, name)):
+            note(self, name, value)
         return value
 
     def change(self: Any, name: str, *_: Any) -> None:
         if name.startswith("_tensor_constant"):  # what fx does with such a tensor
-            raise NotTraceable("its forward uses a tensor that is no parameter and no buffer")
-        raise NotTraceable(f"its forward sets self.{name}")
+            tracer.refuse("its forward uses a tensor that is no parameter and no buffer")
+        tracer.refuse(f"its forward sets self.{name}")
+
+    def listing(method: str) -> Any:
+        def named(
+            self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        ) -> Iterator[tuple[str, Any]]:
+            if tracer.listening:
+                return each(self, (method, recurse, remove_duplicate), prefix)
+            found: Iterator[tuple[str, Any]] = getattr(base, method)(
+                self, prefix, recurse, remove_duplicate
+            )
+            return found
+
+        return named
 
     space = {
         "__getattribute__": read, "__setattr__": change, "__delattr__": change,
-        "_convnormpool_base": base,
+        "_convnormpool_base": base, "__module__": base.__module__,
+        **{method: listing(method) for method in ("named_buffers", "named_parameters")},
     }  # fmt: skip
-    kind = types.new_class(base.__name__, (base,), {}, lambda s: s.update(space))
-    return cast("type[nn.Module]", kind)
+    return derived_class(base.__name__, (base,), space)
 
 
-def _ambient() -> tuple[Any, ...]:
-    """What a context manager around operations may have changed, which a graph does not hold."""
-    autocast = [
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in _AUTOCAST
-    ]
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # checkpointing's
-    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.initial_seed())
-    return (*modes, hooks, *autocast)
-
-
-@contextmanager
-def _modes(switched: bool) -> Iterator[None]:
-    """Gradients on and autocast off, or ``switched``: what turns either shows in one of the two."""
-    before = {device: torch.is_autocast_enabled(device) for device in _AUTOCAST}
-    with torch.inference_mode(False), torch.set_grad_enabled(not switched):
-        try:
-            for device in before:
-                torch.set_autocast_enabled(device, switched)
-            yield
-        finally:
-            for device, enabled in before.items():
-                torch.set_autocast_enabled(device, enabled)
+def _held(kind: type, name: str) -> bool:
+    """Whether a class holds an object under a name that may change without being set anew."""
+    value = inspect.getattr_static(kind, name, None)
+    return not (value is None or callable(value) or hasattr(type(value), "__get__"))
 
 
 def _required_inputs(kind: type[nn.Module]) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ Tracing sees one run of Python code, so what decided it is written down: the pla
 forward code read, which parameters, buffers and submodules it found and which it did not, the
 classes of the modules that were looked into, hooks, and whatever the place takes for granted of its
 own modules. All that is compared at each call; where anything has changed since, the module's
-original forward runs. What is not seen is a change of global variables.
+original forward runs. Forward code that a graph can't stand for is refused: it asks for the types
+of tensors, compares objects by identity, draws random numbers (_watch). What is not seen is a
+change of global variables.
 """
 
 from __future__ import annotations
@@ -105,8 +107,11 @@ def fuse_(
 
     A rewritten forward computes what the original does in its present modes and settings, and is
     copied and pickled with its module. Python code that does more than compute (prints, timers) is
-    not repeated by it. For TorchScript and torch.fx call ``unfuse_`` first. Not to be called while
-    other threads run modules: torch.fx patches them meanwhile.
+    not repeated by it, and a later change of global variables is not seen. Inputs that are no
+    tensors make the original forward run. A rewritten module's class is derived from its own:
+    ``isinstance(module, Block)`` holds, ``type(module) is Block`` does not. For TorchScript and
+    torch.fx call ``unfuse_`` first. Not to be called while other threads run modules: torch.fx
+    patches them meanwhile.
 
     Args:
         model: any module; it may itself be the block that is rewritten.
@@ -294,6 +299,8 @@ class _Fuser:
             tuple((_path(name), value) for name, value in kept.items()),
             tuple((path, name, copied) for (path, name), (copied, _) in tracer.reads.items()),
             tuple((path, name, kind) for (path, name), kind in tracer.members.items()),
+            tuple(sorted(tracer.methods)),
+            tuple((path, listing, names) for (path, listing), names in tracer.listed.items()),
             tuple(shared_members(root)),
         )
 

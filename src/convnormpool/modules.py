@@ -137,6 +137,7 @@ class _ConvNormPool(nn.Module):
         if (
             _is_plain(conv, self._convolution)
             and type(conv)._conv_forward in _CONV_FORWARDS
+            and "_conv_forward" not in conv.__dict__
             and _is_plain(norm, nn.GroupNorm)
             and not _has_any_global_hook()
         ):
@@ -230,6 +231,19 @@ def _padded(input: Tensor, conv: _ConvNd) -> tuple[Tensor, str | int | Sequence[
     return F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
 
 
+def _weight_as_it_is(conv: _ConvNd) -> Tensor:
+    """A convolution's weight, of which parametrizations learn nothing: spectral norm in training
+    improves its vectors at each look."""
+    parts = [m for m in getattr(conv, "parametrizations", nn.Identity()).modules() if m.training]
+    try:
+        for part in parts:
+            part.training = False
+        return conv.weight
+    finally:
+        for part in parts:
+            part.training = True
+
+
 def call(input: Tensor, conv: _ConvNd, **rest: Any) -> Tensor:
     """``conv_norm_pool`` with a module's convolution, and the rest of its arguments."""
     input, padding = _padded(input, conv)
@@ -277,11 +291,12 @@ def explain(
         conv = module.conv
         if module._takes_hooks(conv, module.group_norm):
             reasons = {"fused": _HOOKS_REASON, "two_stage": _HOOKS_REASON}
+            samples = len(input) if input.dim() == module._axes + 2 else 1
             return Decision(
-                "eager", "PyTorch's operators", "eager", len(input), None, False, 0, 0, reasons
+                "eager", "PyTorch's operators", "eager", samples, None, False, 0, 0, reasons
             )
         input, padding = _padded(input, conv)
-        weight = conv.weight
+        weight = _weight_as_it_is(conv)
         stride, dilation, groups = conv.stride, conv.dilation, conv.groups
         activation = module.activation
         fp32_precision, path = module.fp32_precision, module.path
