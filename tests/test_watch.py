@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import collections.abc
+import contextlib
 import copy
+import cProfile
+import dataclasses
+import enum
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +23,7 @@ from torch import Tensor, nn
 from convnormpool.fusion import fuse_
 
 Forward = Callable[..., Any]
+kind_of = type
 
 
 class Base(nn.Module):
@@ -65,6 +72,59 @@ def caught(self: Any, x: Tensor) -> Tensor:
     return self.pooled(x)
 
 
+def matched(self: Any, x: Tensor) -> Tensor:
+    match x:
+        case Tensor():
+            return self.pooled(x * 9)
+    return self.pooled(x)
+
+
+@functools.singledispatch
+def scaled(x: Any) -> Any:
+    return x * 9
+
+
+@scaled.register
+def _(x: Tensor) -> Tensor:
+    return x
+
+
+def suppressed(self: Any, x: Tensor) -> Tensor:
+    with contextlib.suppress(RuntimeError):
+        x = x + x.view(2, 8)
+    return self.pooled(x)
+
+
+def fails_and_goes_on(self: Any, x: Tensor) -> Tensor:
+    try:
+        x = x + x.view(2, 8)
+    except RuntimeError:
+        x = x * 2
+    return self.pooled(x)
+
+
+@dataclasses.dataclass
+class Doubled:
+    pooled: Tensor
+
+    def __post_init__(self) -> None:
+        self.pooled = self.pooled * 2
+
+
+class Options(enum.Flag):
+    ONE = enum.auto()
+    TWO = enum.auto()
+
+
+class Task(enum.Enum):
+    ONE = "one"
+
+
+@functools.lru_cache
+def of_device(tensor: Tensor) -> torch.device:
+    return tensor.device
+
+
 def sets_data(self: Any, x: Tensor) -> Tensor:
     self.conv.weight.data = torch.renorm(self.conv.weight.data, 2, 0, 0.1)
     return self.pooled(x)
@@ -86,7 +146,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "is_tensor": (lambda self, x: self.pooled(x * 9 if torch.is_tensor(x) else x), "the type"),
     "type": (by_class, "calls type()"),
     "class": (lambda self, x: self.pooled(x * len(self.conv.__class__.__name__)), "__class__"),
-    "identity": (lambda self, x, flag: self.pooled(x * 3 if flag is True else x), "identity"),
+    "identity": (lambda self, x, y: self.pooled(x * 3 if x is y else x), "identity"),
     "unknown attribute": (
         lambda self, x: self.pooled(x if getattr(x, "mask", None) is None else x * 2), "for mask",
     ),
@@ -117,6 +177,34 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda self, x: self.pooled(x * 3 if torch.is_inference_mode_enabled() else x),
         "is_inference_mode_enabled()",
     ),
+    "match": (matched, "matches patterns"),
+    "abstract class": (
+        lambda self, x: self.pooled(x * 9 if isinstance(x, collections.abc.Container) else x),
+        "type of a tensor",
+    ),
+    "dispatch": (lambda self, x: self.pooled(scaled(x)), "type of a tensor"),
+    "callable": (lambda self, x: self.pooled(x * 9 if callable(x) else x), "calls callable()"),
+    "getattr of the class": (
+        lambda self, x: self.pooled(x * len(getattr(x, "__class__").__name__)),  # noqa: B009
+        "type of a tensor",
+    ),
+    "type by another name": (lambda self, x: self.pooled(x * len(kind_of(x).__name__)), "kind_of"),
+    "typename": (lambda self, x: self.pooled(x * len(torch.typename(x))), "reads typename"),
+    "suppress": (suppressed, "reads suppress"),
+    "exceptions": (fails_and_goes_on, "catches exceptions"),
+    "modes": (
+        lambda self, x: self.pooled(
+            x * 3 if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") else x
+        ),
+        "depends on whether gradients",
+    ),
+    "dataclass": (lambda self, x: Doubled(self.pooled(x)), "passes a Doubled"),
+    "flags": (lambda self, x: (self.pooled(x), Options.ONE | Options.TWO), "passes a Options"),
+    "cached function": (lambda self, x: self.pooled(x).to(of_device(x)), "remembers results"),
+    "gradient's function": (
+        lambda self, x: self.pooled(x if x.grad_fn is None else x * 9), "for grad_fn",
+    ),
+    "keys that are no literals": (lambda self, x: {Task.ONE: self.pooled(x)}, "rewritten"),
     "autograd function": (lambda self, x: self.pooled(Reversed.apply(x)), "applies Reversed"),
 }  # fmt: skip
 
@@ -153,7 +241,16 @@ def counts_buffers(self: Any, x: Tensor) -> Tensor:
     return self.pooled(x) * (1 + len(list(self.buffers())))
 
 
+def shape_before(self: Any, x: Tensor) -> Tensor:
+    out = self.pooled(x)
+    shape, transposed = out.shape, out.T
+    out.unsqueeze_(0)
+    return out.reshape(shape) + transposed.sum()
+
+
 FUSED: dict[str, Forward] = {
+    "shape before a change": shape_before,
+    "flag": lambda self, x: self.pooled(x * 2 if self.training is True else x),
     "in place": in_place,
     "unpacks": unpacks,
     "parameters": of_parameters,
@@ -280,3 +377,95 @@ def test_a_register_of_classes() -> None:
     assert fuse_(model) and isinstance(model, Own)
     torch.testing.assert_close(model(x), original(x))
     assert registered == ["own"]
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        return self.fc(x) if self.training else None
+
+
+class Two(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = Auxiliary()
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.pooled(x)
+        more = self.aux(out)
+        return out if more is None else (out, more)
+
+
+def test_a_module_that_may_return_none() -> None:
+    model, x = Two(), sample("cpu").float()
+    original = copy.deepcopy(model)
+    fuse_(model)
+    for training in (True, False):
+        torch.testing.assert_close(model.train(training)(x), original.train(training)(x))
+
+
+class Moves(nn.Module):
+    """Changes another module's parameter, in a forward that can't be traced."""
+
+    def __init__(self, norm: nn.GroupNorm) -> None:
+        super().__init__()
+        self.norm = [norm]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError
+        with torch.no_grad():
+            self.norm[0].bias.add_(1)
+        return x
+
+
+class MovedInBetween(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moves = Moves(self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.silu(self.conv(x))
+        y = self.moves(x)
+        return mean(self.norm(h)) + y.mean()
+
+
+def test_a_module_that_changes_parameters_in_between() -> None:
+    report = fuse_(MovedInBetween())
+    assert not report and "may change" in report.refused[0].reason
+
+
+class OldSignature(Base):
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(prefix, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pooled(x)
+
+
+def test_methods_with_other_signatures() -> None:
+    """It may refuse, but raises nothing."""
+    model, x = OldSignature(), sample("cpu").float()
+    original = copy.deepcopy(model)
+    fuse_(model)
+    torch.testing.assert_close(model(x), original(x))
+
+
+def test_beside_a_profiler() -> None:
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        assert fuse_(with_forward(lambda self, x: self.pooled(x)))
+        sample("cpu")
+    finally:
+        profile.disable()
+    assert any(
+        entry.code.co_name == "sample"
+        for entry in profile.getstats()
+        if hasattr(entry.code, "co_name")
+    )

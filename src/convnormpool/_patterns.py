@@ -146,14 +146,24 @@ def _changes_tensor(node: fx.Node) -> bool:
     return False
 
 
-def _change_problem(nodes: list[fx.Node], steps: list[Step]) -> str:
+def _only_computes(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not any(module.children())
+
+
+def _change_problem(
+    nodes: list[fx.Node], steps: list[Step], modules: Mapping[str, nn.Module]
+) -> str:
     """Why the normalisation's parameters can't be read as early as the convolution's are."""
     last = next(n for n, step in zip(nodes, steps, strict=True) if step.kind == "normalisation")
     node = nodes[0]
     while node is not last:
         node = node.next
-        if node not in nodes and _changes_tensor(node):
+        if node in nodes:
+            continue
+        if _changes_tensor(node):
             return f"{node.target} changes a tensor before the normalisation"
+        if node.op == "call_module" and not _only_computes(modules[str(node.target)]):
+            return f"{node.target} is called before the normalisation, which it may change"
     return ""
 
 
@@ -176,7 +186,7 @@ def chains(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> Iterator[Chain]
         used = "" if any(step.kind == "unknown" for step in steps) else _use_problem(nodes, steps)
         if used and not any(s.kept or s.parameters for s in steps if s.kind == "normalisation"):
             continue  # nothing but a convolution whose features are pooled, too
-        problem = problem or _order_problem(steps) or used or _change_problem(nodes, steps)
+        problem = problem or _order_problem(steps) or used or _change_problem(nodes, steps, modules)
         if not problem and any(axis & {0, 1, 2} for axis in found[2]):
             problem = (
                 f"{steps[-1].label} does not run over just the spatial dimensions, all of them"

@@ -124,7 +124,10 @@ class Variant:
                 return False
         for path, name, value in self.reads:
             module = _at(root, path)
-            if module is None or _read(module, name) != value:
+            if module is None:
+                return False
+            now = _read(module, name)
+            if type(now) is not type(value) or now != value:
                 return False
         for path, name, kind in self.members:
             module = _at(root, path)

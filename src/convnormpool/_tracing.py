@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
+import functools
 import inspect
 import itertools
 import sys
@@ -15,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from ._ambient import NoChanges, ambient, generators, modes, set_generators
+from ._ambient import NoChanges, Snapshot, ambient, generators, modes, set_generators
 from ._rewritten import (
     Fused,
     Listing,
@@ -71,11 +73,13 @@ class Tracer(fx.Tracer):
     # Otherwise forward code would compute with a buffer, and change it, while it is traced.
     proxy_buffer_attributes = True
 
-    def __init__(self, leaf: Callable[[nn.Module], bool], *, switched: bool = False) -> None:
+    def __init__(
+        self, leaf: Callable[[nn.Module], bool], *, gradients: bool = True, autocast: bool = False
+    ) -> None:
         super().__init__()
         self.leaf = leaf
-        # Gradients off and autocast on meanwhile, instead of the other way round.
-        self.switched = switched
+        # Which of them are on meanwhile.
+        self.modes = gradients, autocast
         # By module and name: a copy of the value that forward code read, and that itself.
         self.reads: dict[tuple[Path, str], tuple[Any, Any]] = {}
         # By the same: what else was asked for, parameters and submodules and what is not there.
@@ -92,13 +96,14 @@ class Tracer(fx.Tracer):
     def graph_of(self, root: nn.Module) -> tuple[fx.Graph, tuple[str, ...]]:
         """The graph and its inputs' names; each node's "scopes" are the modules it is called in."""
         state = generators()
+        snapshot = Snapshot(root.modules())
         try:
             inputs = _required_inputs(class_of(root))
             with NoChanges(self.refuse):
                 # The first operation under a mode imports dynamo, which must not happen below:
                 # torch.fx has replaced the functions of math there, and dynamo would keep those.
                 torch.empty(0)
-            with self._recording(root, inputs), modes(self.switched), NoChanges(self.refuse):
+            with self._recording(root, inputs), modes(*self.modes), NoChanges(self.refuse):
                 self.ambient = ambient()
                 with self.watch:
                     graph = self.trace(root)
@@ -112,12 +117,13 @@ class Tracer(fx.Tracer):
             # All that the forward did beside being traced is taken back.
             changed = [name for (_, name), values in self.reads.items() if _restore(*values)]
             drawn = set_generators(state)
+            altered = snapshot.restore()
         if self.refusal:
             raise NotTraceable(self.refusal)
         if drawn:
             raise NotTraceable("its forward draws random numbers outside of modules")
-        if changed:
-            raise NotTraceable(f"its forward changes self.{changed[0]}")
+        if changed or altered:
+            raise NotTraceable(f"its forward changes self.{changed[0] if changed else altered}")
         return graph, inputs
 
     def _note_refusal(self, reason: str) -> None:
@@ -148,6 +154,11 @@ class Tracer(fx.Tracer):
         known = plain is kind or kind.__module__.startswith("torch") or hasattr(a, "_fields")
         if not known:
             self.refuse(f"its forward passes a {kind.__name__}, which becomes a {plain.__name__}")
+        made_anew = dataclasses.is_dataclass(kind) and (
+            hasattr(kind, "__post_init__") or not all(f.init for f in dataclasses.fields(kind))
+        )
+        if made_anew or isinstance(a, enum.Flag):
+            self.refuse(f"its forward passes a {kind.__name__}, which can't be written as code")
         with self._listen(False):
             return super().create_arg(a)
 
@@ -157,6 +168,8 @@ class Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if self.leaf(m):
+            if not class_of(m).__module__.startswith(LAYERS):
+                self.watch.perhaps_none = True
             return super().call_module(m, forward, args, kwargs)
         outside, self.within = self.within, (*self.within, self.path_of_module(m))
         try:
@@ -216,6 +229,9 @@ class Tracer(fx.Tracer):
                 return
             if name in _TENSORS_OF:
                 self.refuse(f"its forward reads self.{name}, whose values are not traced")
+            static = inspect.getattr_static(class_of(module), name, None)
+            if isinstance(static, functools._lru_cache_wrapper):
+                self.refuse(f"its forward calls self.{name}(), which remembers results")
             self.methods.add((paths[module], name))
 
         def each(module: nn.Module, listing: Listing, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -314,8 +330,10 @@ def _recording_class(
     space = {
         "__getattribute__": read, "__setattr__": change, "__delattr__": change,
         "_convnormpool_base": base, "__module__": base.__module__,
-        **{method: listing(method) for method in ("named_buffers", "named_parameters")},
     }  # fmt: skip
+    for method in ("named_buffers", "named_parameters"):
+        if getattr(base, method) is getattr(nn.Module, method):
+            space[method] = listing(method)
     return derived_class(base.__name__, (base,), space)
 
 
@@ -353,7 +371,8 @@ def closed(module: nn.Module) -> str:
         return "its class was replaced after fuse_"
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance"
-    if kind.__call__ is not nn.Module.__call__:
+    own = kind.__call__ is not nn.Module.__call__ or kind._call_impl is not nn.Module._call_impl
+    if own:
         return "its class has a __call__ of its own"
     return ""
 

@@ -7,12 +7,15 @@ no value, so the answer would be one of tracing and not of the model.
 
 from __future__ import annotations
 
+import builtins
 import dis
+import functools
 import operator
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -25,30 +28,64 @@ __all__ = ["TracedTensor", "Watch", "written_by_user"]
 
 Refuse = Callable[[str], None]
 
-_LIBRARIES = frozenset(("torch", "convnormpool", "abc", "functools", "typing"))
+_LIBRARIES = frozenset(("torch", "convnormpool"))
+# Modules of Python that ask on behalf of who calls them.
+_ON_BEHALF = frozenset(("abc", "functools", "typing"))
+_STDLIB = sysconfig.get_path("stdlib")
+_SITES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _IN_PLACE = (
     "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift",
     "isub", "itruediv", "ixor",
 )  # fmt: skip
 # Functions whose answer is about the kind of object that a name stands for.
-_OF_OBJECTS = frozenset(("dir", "globals", "id", "issubclass", "locals", "type", "vars"))
-_OF_CLASSES = frozenset(("__class__", "__dict__"))
+_OF_OBJECTS = (callable, dir, globals, id, issubclass, locals, type, vars)
+_OF_OBJECTS_BY_NAME = frozenset(
+    ("__class__", "__dict__", "has_torch_function", "is_", "is_not", "is_tensor_like",
+     "singledispatch", "suppress", "tree_map_only", "typename")
+)  # fmt: skip
+# Attributes that may be None, which a stand-in is not.
+_PERHAPS_NONE = frozenset(("_base", "grad", "grad_fn", "name"))
 # What depends on settings of the process that a call does not look at again.
 _OF_SETTINGS = frozenset(
     f.__name__
-    for f in (torch.get_default_dtype, torch.is_inference_mode_enabled, torch.is_anomaly_enabled)
+    for f in (
+        torch.are_deterministic_algorithms_enabled,
+        torch.get_default_dtype,
+        torch.is_anomaly_enabled,
+        torch.is_inference_mode_enabled,
+    )
 )
+_NAMES = frozenset(("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_METHOD", "LOAD_NAME"))
+_CATCHES = frozenset(("CHECK_EG_MATCH", "CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"))
 
 
-def _root(frame: FrameType | None) -> str:
-    return "" if frame is None else str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def _root(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _from_python(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith("<frozen") or (file.startswith(_STDLIB) and not file.startswith(_SITES))
+
+
+def _from_model(frame: FrameType) -> bool:
+    """Whether a frame runs code of a model and not of PyTorch, of this package, of Python."""
+    return _root(frame) not in _LIBRARIES and not _from_python(frame)
 
 
 def written_by_user(frame: FrameType | None) -> bool:
-    """Whether a frame runs code of a model and not of PyTorch, of this package, of Python."""
-    while frame is not None and _root(frame) in ("abc", "functools", "typing"):
+    """Whether code of a model asks, if need be through a function of Python."""
+    while frame is not None and _root(frame) in _ON_BEHALF and _from_python(frame):
         frame = frame.f_back
-    return _root(frame) not in _LIBRARIES
+    return frame is not None and _root(frame) not in _LIBRARIES
+
+
+def _at_import(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Watch:
@@ -56,53 +93,78 @@ class Watch:
 
     def __init__(self, refuse: Refuse) -> None:
         self._refuse = refuse
-        self._codes: set[CodeType] = set()
-        self.asks_kind = False  # the code of a model is in a call of isinstance
+        # By code, the names that it can see.
+        self._ran: dict[CodeType, dict[str, Any]] = {}
+        self.asks_kind = False  # the code of a model is in a call of isinstance or the like
+        self.perhaps_none = False  # a module was called that may return no tensor
 
     def __enter__(self) -> Watch:
-        self._before = sys.getprofile()
+        self._before = cast("Any", sys.getprofile())
+        if hasattr(self._before, "disable"):  # cProfile's, which is no function
+            self._before.disable()
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before)
+        sys.setprofile(None)
+        if hasattr(self._before, "enable"):
+            self._before.enable()
+        else:
+            sys.setprofile(self._before)
 
     def _event(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "call":
             code = frame.f_code
             if code is torch.is_tensor.__code__ and _stands_in(frame.f_locals.get("obj")):
                 self._refuse("its forward asks for the type of a tensor")
-            elif written_by_user(frame) and _root(frame) not in sys.stdlib_module_names:
-                self._codes.add(code)
+            elif code not in self._ran and _from_model(frame) and not _at_import(frame):
+                self._ran[code] = frame.f_globals
             return
         owner = getattr(function, "__self__", None) if event == "c_call" else None
         if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
             # Called with a stand-in it would just run its forward.
             self._refuse(f"its forward applies {owner.__name__}, a torch.autograd.Function")
-        if event != "return" and written_by_user(frame):
-            self.asks_kind = event == "c_call" and function is isinstance
+        if event != "return" and _from_model(frame):
+            self.asks_kind = event == "c_call" and function in (isinstance, getattr, hasattr)
             if event == "c_call" and getattr(function, "__name__", "") in _OF_SETTINGS:
                 self._refuse(f"its forward calls torch.{function.__name__}()")
 
     def look(self) -> None:
         """Refuses what the functions that ran say about objects instead of values."""
-        for code in self._codes:
-            reason = _problem(code)
+        for code, names in self._ran.items():
+            reason = _problem(code, names, self.perhaps_none)
             if reason:
                 self._refuse(reason)
 
 
-def _problem(code: CodeType) -> str:
+def _problem(code: CodeType, names: dict[str, Any], perhaps_none: bool) -> str:
+    instructions = list(dis.get_instructions(code))
+    stores = [i.argval for i in instructions if i.opname.startswith("STORE_FAST")]
+    stored = {n for found in stores for n in (found if isinstance(found, tuple) else (found,))}
     before: dis.Instruction | None = None
-    for instruction in dis.get_instructions(code):
+    tested: dis.Instruction | None = None  # what stands in front of a constant
+    for instruction in instructions:
         name, value = instruction.opname, instruction.argval
-        if name in ("LOAD_GLOBAL", "LOAD_NAME") and value in _OF_OBJECTS:
-            return f"its forward calls {value}()"
-        if name in ("LOAD_ATTR", "LOAD_METHOD") and value in _OF_CLASSES:
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found = names.get(value, getattr(builtins, str(value), None))
+            if any(found is f for f in _OF_OBJECTS):
+                return f"its forward calls {value}()"
+            if isinstance(found, functools._lru_cache_wrapper):
+                return f"its forward calls {value}(), which remembers results"
+        if name in _NAMES and value in _OF_OBJECTS_BY_NAME:
             return f"its forward reads {value}"
-        nothing = before is not None and "LOAD" in before.opname and before.argval is None
-        if name == "IS_OP" and not nothing:
+        if name.startswith("MATCH_"):
+            return "its forward matches patterns"
+        if name in _CATCHES or (before and before.opname == "PUSH_EXC_INFO" and name == "POP_TOP"):
+            return "its forward catches exceptions"
+        constant = before is not None and before.opname == "LOAD_CONST"
+        if name == "IS_OP" and not (constant and before and before.argval in (None, True, False)):
             return "its forward compares objects by identity"
+        asked = tested if name == "IS_OP" else before if name.endswith("_NONE") else None
+        computed = asked is not None and "FAST" in asked.opname and asked.argval in stored
+        if computed and perhaps_none:
+            return "its forward compares what a module returned with None"
+        tested = before
         before = instruction
     return ""
 
@@ -126,16 +188,21 @@ class TracedTensor(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        if self.tracer.watch.asks_kind:
+        asked = sys._getframe(1)
+        if self.tracer.watch.asks_kind or (_root(asked) in _ON_BEHALF and _from_python(asked)):
             self.tracer.refuse("its forward asks for the type of a tensor")
         return type(self)
 
     def __getattr__(self, name: str) -> Attribute:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        if not hasattr(Tensor, name) and written_by_user(sys._getframe(1)):
+        known = getattr(Tensor, name, None)
+        if (known is None or name in _PERHAPS_NONE) and written_by_user(sys._getframe(1)):
             self.tracer.refuse(f"its forward asks a tensor for {name}, which not every tensor has")
-        return TracedAttribute(self, name)
+        attribute = TracedAttribute(self, name)
+        if not callable(known):
+            _ = attribute.node  # as it is now, before anything changes the tensor
+        return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         if written_by_user(sys._getframe(1)):

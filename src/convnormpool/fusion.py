@@ -109,7 +109,8 @@ def fuse_(
     copied and pickled with its module. Python code that does more than compute (prints, timers) is
     not repeated by it, and a later change of global variables is not seen. Inputs that are no
     tensors make the original forward run. A rewritten module's class is derived from its own:
-    ``isinstance(module, Block)`` holds, ``type(module) is Block`` does not. For TorchScript and
+    ``isinstance(module, Block)`` holds, ``type(module) is Block`` does not. Fused places have first
+    derivatives in reverse mode; others raise. For TorchScript and
     torch.fx call ``unfuse_`` first. Not to be called while other threads run modules: torch.fx
     patches them meanwhile.
 
@@ -207,6 +208,8 @@ class _Fuser:
             self.graphs[module], _ = Tracer(self._untraced).graph_of(module)
         except NotTraceable as error:
             self.reasons[module] = str(error)
+        except Exception as error:  # of something that a module has made its own, named_modules say
+            self.reasons[module] = f"its forward can't be traced: {type(error).__name__}: {error}"
 
     def _untraced(self, module: nn.Module) -> bool:
         return bool(self.reasons.get(module, True)) or opaque(module)
@@ -241,8 +244,11 @@ class _Fuser:
         places: list[Place] = []
         try:
             variants = [self._variant(root, precisions, scopes, places)]
-        except NotTraceable as error:
-            self.refused.update({RefusedPlace(place.name, str(error)): None for place in fused})
+        except Exception as error:
+            reason = str(error)
+            if not isinstance(error, NotTraceable):
+                reason = f"its forward can't be rewritten: {type(error).__name__}: {reason}"
+            self.refused.update({RefusedPlace(place.name, reason): None for place in fused})
             return None
         if any(name == "training" for _, name, _ in variants[0].reads):
             # Where that can't be traced the original forward runs in that mode.
@@ -282,9 +288,11 @@ class _Fuser:
         inlined = {modules[scope] for scope in scopes}
         tracer = Tracer(lambda m: m not in inlined)
         graph, inputs = tracer.graph_of(root)
-        again, _ = Tracer(lambda m: m not in inlined, switched=True).graph_of(root)
-        if again.python_code("self").src != graph.python_code("self").src:
-            raise NotTraceable("its forward depends on whether gradients or autocast are on")
+        for modes in ((False, False), (False, True), (True, True)):
+            other = Tracer(lambda m: m not in inlined, gradients=modes[0], autocast=modes[1])
+            again, _ = other.graph_of(root)
+            if again.python_code("self").src != graph.python_code("self").src:
+                raise NotTraceable("its forward depends on whether gradients or autocast are on")
         kept: dict[str, Kept] = {}
         found = [c for c in chains(graph, modules) if c.steps[0].module in precisions]
         found = [chain for chain in found if not chain.problem]
