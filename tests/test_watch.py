@@ -26,6 +26,10 @@ Forward = Callable[..., Any]
 kind_of = type
 
 
+class Settings:
+    scale = 2.0
+
+
 class Base(nn.Module):
     settings: ClassVar = types.SimpleNamespace(scale=2.0)
 
@@ -34,6 +38,8 @@ class Base(nn.Module):
         self.conv = nn.Conv3d(3, 8, 3)
         self.norm = nn.GroupNorm(2, 8)
         self.scale = 1.0
+        self.options = Settings
+        self.weights = {"one": 1.0, "two": 2.0}
 
     def pooled(self, x: Tensor) -> Tensor:
         return mean(self.norm(F.silu(self.conv(x))))
@@ -177,6 +183,13 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda self, x: self.pooled(x * 3 if torch.is_inference_mode_enabled() else x),
         "is_inference_mode_enabled()",
     ),
+    "deterministic": (
+        lambda self, x: self.pooled(x * 3 if torch.are_deterministic_algorithms_enabled() else x),
+        "are_deterministic_algorithms_enabled()",
+    ),
+    "class of settings": (
+        lambda self, x: self.pooled(x) * self.options.scale, "self.options, a type",
+    ),
     "match": (matched, "matches patterns"),
     "abstract class": (
         lambda self, x: self.pooled(x * 9 if isinstance(x, collections.abc.Container) else x),
@@ -251,6 +264,7 @@ def shape_before(self: Any, x: Tensor) -> Tensor:
 FUSED: dict[str, Forward] = {
     "shape before a change": shape_before,
     "flag": lambda self, x: self.pooled(x * 2 if self.training is True else x),
+    "asks for nothing": lambda self, x: (self.conv(x).dtype, self.pooled(x))[1],
     "in place": in_place,
     "unpacks": unpacks,
     "parameters": of_parameters,
@@ -320,12 +334,21 @@ def _patched(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "forward", lambda self, x: self.pooled(x) * 2)
 
 
+def first_weight(self: Any, x: Tensor) -> Tensor:
+    return self.pooled(x) * next(iter(self.weights.values()))
+
+
+def _reversed(module: Any) -> None:
+    module.weights = dict(reversed(module.weights.items()))
+
+
 CHANGES: dict[str, tuple[Forward, Callable[[Any, pytest.MonkeyPatch], Any]]] = {
     "dtype": (of_parameters, lambda m, _: m.double()),
     "first parameter": (
         scaled_by_the_first,
         lambda m, _: m.register_parameter("own", nn.Parameter(torch.full((1,), 5.0))),
     ),
+    "order": (first_weight, lambda m, _: _reversed(m)),
     "buffers": (counts_buffers, lambda m, _: m.register_buffer("more", torch.ones(1))),
     "method": (
         lambda self, x: self.pooled(x),
@@ -438,6 +461,14 @@ def test_a_module_that_changes_parameters_in_between() -> None:
     assert not report and "may change" in report.refused[0].reason
 
 
+class OldModules(Base):
+    def named_modules(self, memo: Any = None, prefix: str = "") -> Any:  # type: ignore[override]
+        yield from super().named_modules(memo, prefix)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pooled(x)
+
+
 class OldSignature(Base):
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True
@@ -448,9 +479,10 @@ class OldSignature(Base):
         return self.pooled(x)
 
 
-def test_methods_with_other_signatures() -> None:
+@pytest.mark.parametrize("kind", [OldModules, OldSignature])
+def test_methods_with_other_signatures(kind: type[Base]) -> None:
     """It may refuse, but raises nothing."""
-    model, x = OldSignature(), sample("cpu").float()
+    model, x = kind(), sample("cpu").float()
     original = copy.deepcopy(model)
     fuse_(model)
     torch.testing.assert_close(model(x), original(x))

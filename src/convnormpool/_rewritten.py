@@ -129,6 +129,8 @@ class Variant:
             now = _read(module, name)
             if type(now) is not type(value) or now != value:
                 return False
+            if isinstance(value, dict) and list(now) != list(value):
+                return False
         for path, name, kind in self.members:
             module = _at(root, path)
             if module is None or not issubclass(member(module, name), kind):

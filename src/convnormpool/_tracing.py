@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import enum
@@ -40,18 +41,20 @@ class NotTraceable(Exception):
 _ENTRY = "_convnormpool_entry"
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training", "_modules"}
 _PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), enum.Enum, type, torch.dtype, torch.device,
+    bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device,
     torch.layout, torch.memory_format, types.FunctionType, types.BuiltinFunctionType,
 )  # fmt: skip
 
 
 def _plain(value: Any) -> bool:
     """Whether a value can be compared later with what it was, in copies of the model, too."""
-    if isinstance(value, list | tuple | set | frozenset):
+    if type(value) in (list, tuple, set, frozenset, torch.Size):
         return all(map(_plain, value))
-    if isinstance(value, dict):
+    if type(value) in (dict, collections.OrderedDict):
         return all(map(_plain, itertools.chain(value, value.values())))
-    return isinstance(value, _PLAIN)
+    if isinstance(value, type):  # which may be somebody's settings
+        return value.__module__.startswith(("builtins", "torch"))
+    return isinstance(value, _PLAIN) and not isinstance(value, list | tuple | set | dict)
 
 
 def _restore(before: Any, value: Any) -> bool:
@@ -107,6 +110,9 @@ class Tracer(fx.Tracer):
                 self.ambient = ambient()
                 with self.watch:
                     graph = self.trace(root)
+                for node in reversed(graph.nodes):
+                    if node.target is getattr and not node.users:
+                        graph.erase_node(node)
                 self.watch.look()
         except Exception as error:
             if self.refusal:  # which the forward may have caught and answered by another error

@@ -46,15 +46,14 @@ _OF_OBJECTS_BY_NAME = frozenset(
 # Attributes that may be None, which a stand-in is not.
 _PERHAPS_NONE = frozenset(("_base", "grad", "grad_fn", "name"))
 # What depends on settings of the process that a call does not look at again.
-_OF_SETTINGS = frozenset(
-    f.__name__
-    for f in (
-        torch.are_deterministic_algorithms_enabled,
-        torch.get_default_dtype,
-        torch.is_anomaly_enabled,
-        torch.is_inference_mode_enabled,
-    )
+_OF_SETTINGS: tuple[Any, ...] = (
+    torch.are_deterministic_algorithms_enabled,
+    torch.get_default_dtype,
+    torch.is_anomaly_enabled,
+    torch.is_inference_mode_enabled,
 )
+_SETTINGS = frozenset(f.__name__ for f in _OF_SETTINGS)
+_SETTINGS_CODE = {f.__code__: f.__name__ for f in _OF_SETTINGS if hasattr(f, "__code__")}
 _NAMES = frozenset(("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_METHOD", "LOAD_NAME"))
 _CATCHES = frozenset(("CHECK_EG_MATCH", "CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"))
 
@@ -117,6 +116,8 @@ class Watch:
             code = frame.f_code
             if code is torch.is_tensor.__code__ and _stands_in(frame.f_locals.get("obj")):
                 self._refuse("its forward asks for the type of a tensor")
+            elif code in _SETTINGS_CODE and frame.f_back and _from_model(frame.f_back):
+                self._refuse(f"its forward calls torch.{_SETTINGS_CODE[code]}()")
             elif code not in self._ran and _from_model(frame) and not _at_import(frame):
                 self._ran[code] = frame.f_globals
             return
@@ -125,8 +126,9 @@ class Watch:
             # Called with a stand-in it would just run its forward.
             self._refuse(f"its forward applies {owner.__name__}, a torch.autograd.Function")
         if event != "return" and _from_model(frame):
-            self.asks_kind = event == "c_call" and function in (isinstance, getattr, hasattr)
-            if event == "c_call" and getattr(function, "__name__", "") in _OF_SETTINGS:
+            asks = any(function is f for f in (isinstance, getattr, hasattr))
+            self.asks_kind = asks and event == "c_call"
+            if event == "c_call" and getattr(function, "__name__", "") in _SETTINGS:
                 self._refuse(f"its forward calls torch.{function.__name__}()")
 
     def look(self) -> None:
@@ -138,6 +140,7 @@ class Watch:
 
 
 def _problem(code: CodeType, names: dict[str, Any], perhaps_none: bool) -> str:
+    """Why a function may have taken another course with tensors than with stand-ins, or ""."""
     instructions = list(dis.get_instructions(code))
     stores = [i.argval for i in instructions if i.opname.startswith("STORE_FAST")]
     stored = {n for found in stores for n in (found if isinstance(found, tuple) else (found,))}

@@ -10,8 +10,9 @@ forward code read, which parameters, buffers and submodules it found and which i
 classes of the modules that were looked into, hooks, and whatever the place takes for granted of its
 own modules. All that is compared at each call; where anything has changed since, the module's
 original forward runs. Forward code that a graph can't stand for is refused: it asks for the types
-of tensors, compares objects by identity, draws random numbers (_watch). What is not seen is a
-change of global variables.
+of tensors, compares objects by identity, catches exceptions, draws random numbers (_watch), and
+what it has changed of its modules meanwhile is put back (_ambient). What is not seen is a change of
+global variables.
 """
 
 from __future__ import annotations
@@ -188,7 +189,12 @@ class _Fuser:
         if any(isinstance(module, _ConvNd) for _, module in modules):
             self._trace(self.model)
             for name, module in modules:
-                fusion = self._fuse(name, module)
+                try:
+                    fusion = self._fuse(name, module)
+                except Exception as error:  # of something that a module has made its own
+                    reason = f"it can't be looked at: {type(error).__name__}: {error}"
+                    self.refused[RefusedPlace(name or class_of(module).__name__, reason)] = None
+                    continue
                 if fusion is not None:
                     fusions.append((module, fusion))
         for module, fusion in fusions:
