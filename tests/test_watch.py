@@ -261,7 +261,13 @@ def shape_before(self: Any, x: Tensor) -> Tensor:
     return out.reshape(shape) + transposed.sum()
 
 
+def under_a_name(self: Any, x: Tensor) -> Tensor:
+    with torch.autograd.profiler.record_function("forward"):
+        return self.pooled(x)
+
+
 FUSED: dict[str, Forward] = {
+    "record_function": under_a_name,
     "shape before a change": shape_before,
     "flag": lambda self, x: self.pooled(x * 2 if self.training is True else x),
     "asks for nothing": lambda self, x: (self.conv(x).dtype, self.pooled(x))[1],

@@ -28,7 +28,10 @@ __all__ = ["TracedTensor", "Watch", "written_by_user"]
 
 Refuse = Callable[[str], None]
 
-_LIBRARIES = frozenset(("torch", "convnormpool"))
+# PyTorch, with what it calls itself, and this package.
+_LIBRARIES = frozenset(
+    ("convnormpool", "mpmath", "networkx", "numpy", "sympy", "torch", "triton", "typing_extensions")
+)
 # Modules of Python that ask on behalf of who calls them.
 _ON_BEHALF = frozenset(("abc", "functools", "typing"))
 _STDLIB = sysconfig.get_path("stdlib")
