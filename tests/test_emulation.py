@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EMULATION = ROOT / "tests" / "emulation"
 OPERANDS = ("kTf32", "kFloat16", "kBFloat16", "kSplit")
 SOURCES = (
-    *("wgmma_backward_input", "wgmma_backward_filter"),
+    *("wgmma_backward_both", "wgmma_backward_input", "wgmma_backward_filter"),
     *("wgmma_window", "window_backward", "window", "taps"),
 )
 # (source, kind of operand or none), the longest first: those of split operands run the longest.
@@ -27,12 +27,7 @@ PROGRAMS = [
     ("reductions", ""),
     ("merge", ""),
     *((source, operand) for source in SOURCES for operand in OPERANDS if operand != "kSplit"),
-    *(
-        (source, operand)
-        for source in ("wgmma_backward_both", "wgmma_backward_filter_alone")
-        for operand in OPERANDS
-        if operand != "kSplit" or source == "wgmma_backward_both"
-    ),
+    *(("wgmma_backward_filter_alone", operand) for operand in OPERANDS if operand != "kSplit"),
     ("window_map", ""),
 ]
 FLAGS = [
