@@ -198,7 +198,7 @@ def leave(status: int) -> NoReturn:
     """Ends the process once its output is written, without finalizing Python.
 
     Gloo's threads outlive ``destroy_process_group`` where DDP or FSDP was used, and one that drops
-    its last tensor while Python finalizes aborts the process (PyTorch issue 190489).
+    its last tensor while Python finalizes may abort the process (PyTorch issue 190489).
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -507,3 +507,38 @@ def test_beside_a_profiler() -> None:
         for entry in profile.getstats()
         if hasattr(entry.code, "co_name")
     )
+
+
+class Slotted(nn.Module):
+    __slots__ = ("kept",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1
+
+
+class Scaled(nn.Module):
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1
+
+
+@pytest.mark.parametrize("kind", [Slotted, Scaled])
+def test_parts_of_other_classes(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another layout than nn.Module's, or another call: the place around them is fused."""
+    model, x = with_forward(lambda self, x: self.pooled(self.part(x))), sample("cpu").float()
+    model.part = kind()
+    original = copy.deepcopy(model)
+    assert fuse_(model)
+    made = calls(monkeypatch)
+    torch.testing.assert_close(model(x), original(x))
+    assert made == ["silu"]
+
+
+def test_errors_of_a_filter_are_its_own() -> None:
+    def broken(name: str, module: nn.Module) -> bool:
+        raise KeyError(name)
+
+    with pytest.raises(KeyError, match="conv"):
+        fuse_(with_forward(lambda self, x: self.pooled(x)), filter=broken)

@@ -213,7 +213,10 @@ def _fused_class(base: type[nn.Module]) -> type[nn.Module]:
 def derived_class(name: str, bases: tuple[type, ...], space: dict[str, Any]) -> type[nn.Module]:
     """A class of which those that it is derived from are not told: some keep a register of them."""
     kind: Any = type.__new__(type(bases[-1]), name, (nn.Module,), space)
-    kind.__bases__ = bases
+    try:
+        kind.__bases__ = bases
+    except TypeError:  # they have another layout, by __slots__ or a built-in class
+        return types.new_class(name, bases, {}, lambda s: s.update(space))
     return cast("type[nn.Module]", kind)
 
 

@@ -110,7 +110,7 @@ class Tracer(fx.Tracer):
                 self.ambient = ambient()
                 with self.watch:
                     graph = self.trace(root)
-                for node in reversed(graph.nodes):
+                for node in reversed(graph.nodes):  # attributes that were asked for in vain
                     if node.target is getattr and not node.users:
                         graph.erase_node(node)
                 self.watch.look()

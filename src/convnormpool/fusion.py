@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -111,9 +111,8 @@ def fuse_(
     not repeated by it, and a later change of global variables is not seen. Inputs that are no
     tensors make the original forward run. A rewritten module's class is derived from its own:
     ``isinstance(module, Block)`` holds, ``type(module) is Block`` does not. Fused places have first
-    derivatives in reverse mode; others raise. For TorchScript and
-    torch.fx call ``unfuse_`` first. Not to be called while other threads run modules: torch.fx
-    patches them meanwhile.
+    derivatives in reverse mode; others raise. For TorchScript and torch.fx call ``unfuse_`` first.
+    Not to be called while other threads run modules: torch.fx patches them meanwhile.
 
     Args:
         model: any module; it may itself be the block that is rewritten.
@@ -189,12 +188,7 @@ class _Fuser:
         if any(isinstance(module, _ConvNd) for _, module in modules):
             self._trace(self.model)
             for name, module in modules:
-                try:
-                    fusion = self._fuse(name, module)
-                except Exception as error:  # of something that a module has made its own
-                    reason = f"it can't be looked at: {type(error).__name__}: {error}"
-                    self.refused[RefusedPlace(name or class_of(module).__name__, reason)] = None
-                    continue
+                fusion = self._fuse(name, module)
                 if fusion is not None:
                     fusions.append((module, fusion))
         for module, fusion in fusions:
@@ -212,10 +206,8 @@ class _Fuser:
             return
         try:
             self.graphs[module], _ = Tracer(self._untraced).graph_of(module)
-        except NotTraceable as error:
-            self.reasons[module] = str(error)
-        except Exception as error:  # of something that a module has made its own, named_modules say
-            self.reasons[module] = f"its forward can't be traced: {type(error).__name__}: {error}"
+        except Exception as error:
+            self.reasons[module] = _words(error)
 
     def _untraced(self, module: nn.Module) -> bool:
         return bool(self.reasons.get(module, True)) or opaque(module)
@@ -223,17 +215,22 @@ class _Fuser:
     def _fuse(self, prefix: str, root: nn.Module) -> Fusion | None:
         """The new forward of a module in which there is something to fuse."""
         shown = f"{prefix} ({class_of(root).__name__})" if prefix else class_of(root).__name__
+        try:
+            modules = dict(root.named_modules(remove_duplicate=False))
+        except Exception as error:  # of a named_modules of its own
+            self.refused[RefusedPlace(prefix or shown, _words(error))] = None
+            return None
         old: Fusion | None = root.__dict__.get("_convnormpool_fusion")
         if old is not None and not any(variant.holds(root) for variant in old.variants):
             old = None  # of what the module was once
         precisions = {p.convolution: p.fp32_precision for p in old.places} if old else {}
         if root not in self.graphs:
-            if self.reasons[root] and _looks_alike(root):
+            if self.reasons[root] and _looks_alike(root, modules.values()):
                 self.refused[RefusedPlace(prefix or shown, self.reasons[root])] = None
             return None
         scopes: set[str] = set()
         fused: list[FusedPlace] = []
-        for chain, within, problem in self._candidates(prefix, root, frozenset(precisions)):
+        for chain, within, problem in self._candidates(prefix, root, modules, precisions):
             key = chain.steps[0].module
             name = f"{prefix}.{key}".lstrip(".")
             if problem:
@@ -251,10 +248,7 @@ class _Fuser:
         try:
             variants = [self._variant(root, precisions, scopes, places)]
         except Exception as error:
-            reason = str(error)
-            if not isinstance(error, NotTraceable):
-                reason = f"its forward can't be rewritten: {type(error).__name__}: {reason}"
-            self.refused.update({RefusedPlace(place.name, reason): None for place in fused})
+            self.refused.update({RefusedPlace(place.name, _words(error)): None for place in fused})
             return None
         if any(name == "training" for _, name, _ in variants[0].reads):
             # Where that can't be traced the original forward runs in that mode.
@@ -264,10 +258,9 @@ class _Fuser:
         return Fusion(tuple(places), tuple(variants))
 
     def _candidates(
-        self, prefix: str, root: nn.Module, already: frozenset[str]
+        self, prefix: str, root: nn.Module, modules: dict[str, nn.Module], already: Container[str]
     ) -> Iterator[tuple[Chain, list[str], str]]:
         """Chains in a module's own forward, the submodules they pass through, and what is wrong."""
-        modules = dict(root.named_modules(remove_duplicate=False))
         for chain in chains(self.graphs[root], modules):
             called_in = [node.meta["scopes"] for node in chain.nodes]
             if all(called_in) and len({path[0] for path in called_in}) == 1:
@@ -317,6 +310,13 @@ class _Fuser:
             tuple((path, listing, names) for (path, listing), names in tracer.listed.items()),
             tuple(shared_members(root)),
         )
+
+
+def _words(error: Exception) -> str:
+    """Why a module is left as it is; what it has made its own may raise anything."""
+    if isinstance(error, NotTraceable):
+        return str(error)
+    return f"its forward can't be rewritten: {type(error).__name__}: {error}"
 
 
 def _path(name: str) -> Path:
@@ -395,9 +395,8 @@ def _erase_unused(graph: fx.Graph, extent: fx.Node) -> None:
         graph.erase_node(extent)
 
 
-def _looks_alike(module: nn.Module) -> bool:
+def _looks_alike(module: nn.Module, parts: Collection[nn.Module]) -> bool:
     """Whether a forward that can't be traced may have held what is looked for."""
-    parts = list(module.modules())
     if not all(any(isinstance(m, kind) for m in parts) for kind in (_ConvNd, nn.GroupNorm)):
         return False
     kinds = [c for c in class_of(module).__mro__ if not c.__module__.startswith(LAYERS)]
