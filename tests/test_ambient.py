@@ -7,26 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from fusion_models import mean, sample
+from fusion_models import Base, sample
 from torch import Tensor, nn
 
 from convnormpool.fusion import fuse_
 
 
-class Damaged(nn.Module):
+class Damaged(Base):
     """What tracing its forward would leave behind."""
 
     def __init__(self, act: str) -> None:
         super().__init__()
-        self.conv = nn.Conv3d(3, 8, 3)
-        self.norm = nn.GroupNorm(2, 8)
-        self.scale = 1.0
-        self.act = act
+        self.act, self.scale = act, 1.0
         self.parts = nn.ModuleList([nn.Identity()])
-
-    def pooled(self, x: Tensor) -> Tensor:
-        return mean(self.norm(F.silu(self.conv(x))))
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -92,5 +85,6 @@ def test_nothing_is_left_behind(act: str) -> None:
     assert {k: v.dtype for k, v in model.state_dict().items()} == {
         k: v.dtype for k, v in state.items()
     }
+    assert all(p.requires_grad for p in model.parameters())
     if act != "double":
         assert isinstance(model(x), Tensor)

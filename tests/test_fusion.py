@@ -22,6 +22,7 @@ from fusion_models import (
     mean,
     results,
     sample,
+    with_forward,
 )
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -265,3 +266,11 @@ def test_export() -> None:
     batch = {"x": {0: torch.export.Dim.DYNAMIC}}
     exported = torch.export.export(model, (x,), dynamic_shapes=batch).module()
     torch.testing.assert_close(exported(x[:1]), model(x[:1]))
+
+
+def test_errors_of_a_filter_are_its_own() -> None:
+    def broken(name: str, module: nn.Module) -> bool:
+        raise KeyError(name)
+
+    with pytest.raises(KeyError, match="conv"):
+        fuse_(with_forward(lambda self, x: self.pooled(x)), filter=broken)

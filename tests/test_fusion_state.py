@@ -8,6 +8,7 @@ import linecache
 from collections.abc import Callable
 from typing import Any
 
+import fusion_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,19 +18,14 @@ from torch import Tensor, nn
 from convnormpool.fusion import fuse_
 
 
-class Base(nn.Module):
+class Base(fusion_models.Base):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv3d(3, 8, 3)
-        self.norm = nn.GroupNorm(2, 8)
         self.head = nn.Linear(8, 8)
         self.register_buffer("offset", None)
         self.register_parameter("scale", None)
         self.register_module("extra", None)
         self.register_buffer("steps", torch.zeros(8))
-
-    def pooled(self, x: Tensor) -> Tensor:
-        return mean(self.norm(F.silu(self.conv(x))))
 
 
 class Optional(Base):

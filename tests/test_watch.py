@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion_models import calls, mean, sample
+from fusion_models import (
+    Base,
+    calls,
+    counts_buffers,
+    mean,
+    of_parameters,
+    sample,
+    with_forward,
+)
 from torch import Tensor, nn
 
 from convnormpool.fusion import fuse_
@@ -30,23 +38,9 @@ class Settings:
     scale = 2.0
 
 
-class Base(nn.Module):
+class Configured(Base):
     settings: ClassVar = types.SimpleNamespace(scale=2.0)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv3d(3, 8, 3)
-        self.norm = nn.GroupNorm(2, 8)
-        self.scale = 1.0
-        self.options = Settings
-        self.weights = {"one": 1.0, "two": 2.0}
-
-    def pooled(self, x: Tensor) -> Tensor:
-        return mean(self.norm(F.silu(self.conv(x))))
-
-
-def with_forward(forward: Forward) -> Any:
-    return type("Model", (Base,), {"forward": forward})()
+    options = Settings
 
 
 class Reversed(torch.autograd.Function):
@@ -169,8 +163,8 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda self, x: self.pooled(x) * self.state_dict()["conv.weight"].sum(), "self.state_dict",
     ),
     "registry": (lambda self, x: self.pooled(x) + self._parameters.get("none", 1), "_parameters"),
-    "dict": (lambda self, x: self.pooled(x) * self.__dict__["scale"], "__dict__"),
-    "vars": (lambda self, x: self.pooled(x) * vars(self)["scale"], "vars()"),
+    "dict": (lambda self, x: self.pooled(x) * self.__dict__["training"], "__dict__"),
+    "vars": (lambda self, x: self.pooled(x) * vars(self)["training"], "vars()"),
     "object of the class": (
         lambda self, x: self.pooled(x) * self.settings.scale, "self.settings, a SimpleNamespace",
     ),
@@ -225,7 +219,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_the_reason(case: str) -> None:
     forward, reason = REFUSED[case]
-    report = fuse_(with_forward(forward))
+    report = fuse_(with_forward(forward, Configured))
     assert not report and [reason in place.reason for place in report.refused] == [True], report
 
 
@@ -243,15 +237,6 @@ def unpacks(self: Any, x: Tensor) -> Tensor:
     one, other = x.chunk(2)
     samples, _, _, _, _ = x.shape
     return self.pooled(x) * (one.mean() - other.mean()) / samples
-
-
-def of_parameters(self: Any, x: Tensor) -> Tensor:
-    first = next(self.parameters())
-    return self.pooled(x.to(first.dtype)).to(first.device)
-
-
-def counts_buffers(self: Any, x: Tensor) -> Tensor:
-    return self.pooled(x) * (1 + len(list(self.buffers())))
 
 
 def shape_before(self: Any, x: Tensor) -> Tensor:
@@ -290,122 +275,6 @@ def test_fused_and_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = calls(monkeypatch)
     torch.testing.assert_close(model(x), original(x))
     assert made == ["silu"]
-
-
-def test_too_many_values_to_unpack() -> None:
-    def forward(self: Any, pair: Tensor) -> Tensor:
-        one, other = pair
-        return self.pooled(one[None] + other)
-
-    model = with_forward(forward)
-    assert fuse_(model)
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        model(torch.randn(3, 3, 6, 7, 8))
-
-
-def masked(self: Any, x: Any, mask: Any) -> Tensor:
-    if x is None:
-        x = torch.ones(2, 3, 6, 7, 8)
-    return self.pooled(x if mask is None else x * mask)
-
-
-@pytest.mark.parametrize("inputs", [(1, None), (None, 1), (1, 2.0), (1, 1)])
-def test_what_is_no_tensor(
-    inputs: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The original forward runs: what it asked of the inputs was answered as for tensors."""
-    x = sample("cpu").float()
-    given = [x if value == 1 else value for value in inputs]
-    model = with_forward(masked)
-    original = copy.deepcopy(model)
-    assert fuse_(model)
-    made = calls(monkeypatch)
-    torch.testing.assert_close(model(*given), original(*given))
-    assert len(made) == all(isinstance(value, Tensor) for value in given)
-
-
-def scaled_by_the_first(self: Any, x: Tensor) -> Tensor:
-    return self.pooled(x) * next(self.parameters()).mean()
-
-
-def _circular(module: Any) -> None:
-    def forward(self: nn.Conv3d, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return F.conv3d(F.pad(x, (1,) * 6, mode="circular"), w, b)
-
-    module.conv._conv_forward = types.MethodType(forward, module.conv)
-
-
-def _patched(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = next(c for c in type(module).__mro__ if c.__name__ == "Model")
-    monkeypatch.setattr(kind, "forward", lambda self, x: self.pooled(x) * 2)
-
-
-def first_weight(self: Any, x: Tensor) -> Tensor:
-    return self.pooled(x) * next(iter(self.weights.values()))
-
-
-def _reversed(module: Any) -> None:
-    module.weights = dict(reversed(module.weights.items()))
-
-
-CHANGES: dict[str, tuple[Forward, Callable[[Any, pytest.MonkeyPatch], Any]]] = {
-    "dtype": (of_parameters, lambda m, _: m.double()),
-    "first parameter": (
-        scaled_by_the_first,
-        lambda m, _: m.register_parameter("own", nn.Parameter(torch.full((1,), 5.0))),
-    ),
-    "order": (first_weight, lambda m, _: _reversed(m)),
-    "buffers": (counts_buffers, lambda m, _: m.register_buffer("more", torch.ones(1))),
-    "method": (
-        lambda self, x: self.pooled(x),
-        lambda m, _: setattr(m, "pooled", lambda x: Base.pooled(m, x) * 9),
-    ),
-    "convolution": (lambda self, x: self.pooled(x), lambda m, _: _circular(m)),
-    "class": (lambda self, x: self.pooled(x), _patched),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("copied", [False, True])
-def test_what_changes_after_fusing(
-    change: str, copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward, apply = CHANGES[change]
-    model, x = with_forward(forward), sample("cpu").float()
-    original = copy.deepcopy(model)
-    assert fuse_(model)
-    if copied:
-        model = copy.deepcopy(model)
-    torch.testing.assert_close(model(x), original(x))
-    for m in (model, original):
-        apply(m, monkeypatch)
-    torch.testing.assert_close(model(x), original(x))
-
-
-def test_patched_before_fusing() -> None:
-    model = with_forward(lambda self, x: self.pooled(x))
-    _circular(model)
-    report = fuse_(model)
-    assert not report and "a forward of its own" in report.refused[0].reason
-
-
-def test_a_register_of_classes() -> None:
-    """Classes that keep one are not told of those that tracing and rewriting make."""
-    registered: list[str] = []
-
-    class Registered(Base):
-        def __init_subclass__(cls, *, name: str) -> None:
-            registered.append(name)
-
-    class Own(Registered, name="own"):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.pooled(x)
-
-    model, x = Own(), sample("cpu").float()
-    original = copy.deepcopy(model)
-    assert fuse_(model) and isinstance(model, Own)
-    torch.testing.assert_close(model(x), original(x))
-    assert registered == ["own"]
 
 
 class Auxiliary(nn.Module):
@@ -507,38 +376,3 @@ def test_beside_a_profiler() -> None:
         for entry in profile.getstats()
         if hasattr(entry.code, "co_name")
     )
-
-
-class Slotted(nn.Module):
-    __slots__ = ("kept",)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 1
-
-
-class Scaled(nn.Module):
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._call_impl(*args, **kwargs) * 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 1
-
-
-@pytest.mark.parametrize("kind", [Slotted, Scaled])
-def test_parts_of_other_classes(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another layout than nn.Module's, or another call: the place around them is fused."""
-    model, x = with_forward(lambda self, x: self.pooled(self.part(x))), sample("cpu").float()
-    model.part = kind()
-    original = copy.deepcopy(model)
-    assert fuse_(model)
-    made = calls(monkeypatch)
-    torch.testing.assert_close(model(x), original(x))
-    assert made == ["silu"]
-
-
-def test_errors_of_a_filter_are_its_own() -> None:
-    def broken(name: str, module: nn.Module) -> bool:
-        raise KeyError(name)
-
-    with pytest.raises(KeyError, match="conv"):
-        fuse_(with_forward(lambda self, x: self.pooled(x)), filter=broken)

@@ -346,6 +346,8 @@ def _recording_class(
 def _held(kind: type, name: str) -> bool:
     """Whether a class holds an object under a name that may change without being set anew."""
     value = inspect.getattr_static(kind, name, None)
+    if isinstance(value, type):
+        return True
     return not (value is None or callable(value) or hasattr(type(value), "__get__"))
 
 
