@@ -25,6 +25,10 @@ struct WgmmaSweep : WgmmaWindows<Config> {
   static constexpr bool kOneLast =
       Config::kOperand != WgmmaOperand::kTf32 || !std::is_same_v<Act, HardswishFn>;
 
+  // Whether each tile's products are a group of their own, so that the first tile is finished while
+  // the second's are under way: faster with float32's operands, slower in 16 bits.
+  static constexpr bool kTileGroups = Config::kFloat;
+
   const Act act;
 
   float bias[4], pivot[4], sum[4], square[4];
@@ -65,7 +69,11 @@ struct WgmmaSweep : WgmmaWindows<Config> {
     const uint32_t weights = wgmma_operand(
         shared_address(dynamic_shared_memory() + Config::kWeightOffset), Config::kDepthBytes);
     const uint32_t b = weights + uint32_t(weight_step * Config::kStepBytes + kStart * 256) / 16;
-    wgmma<Config::kType, 16 * kCount>(acc[kTile], a[kTile][fragment], b);
+    if constexpr (Config::kSplit) {  // too many descriptors
+      wgmma<Config::kType, 16 * kCount>(acc[kTile], a[kTile][fragment], b);
+    } else {
+      wgmma<Config::kType, 16 * kCount>(acc[kTile], a[kTile][fragment], wgmma_descriptor(b));
+    }
   }
 
   template <int kTile, int kPhase, int kCount>
@@ -174,6 +182,7 @@ struct WgmmaSweep : WgmmaWindows<Config> {
     pin_fragments(a[1]);
     wgmma_fence();
     multiply<0, kPhase, kCount>();
+    if constexpr (kTileGroups) wgmma_commit();
     multiply<1, kPhase, kCount>();
     wgmma_commit();
     pass_turn();
@@ -184,17 +193,22 @@ struct WgmmaSweep : WgmmaWindows<Config> {
         if (ring.item > 0) write(ring.item - 1);
       }
     }
-    wgmma_wait<0>();
-    pin_accumulators(acc[0]);
-    pin_accumulators(acc[1]);
-    if (more) next_window<kNext>();
-    if constexpr (kFinish) {
-      if constexpr (kMayBegin || (kEnd && !kOneLast)) {
+    const auto finish_first = [&] {
+      if constexpr (kFinish && (kMayBegin || (kEnd && !kOneLast))) {
         if (z == 0) choose_pivot<kSlot>();
       }
-      finish<0, kSlot>(columns);
-      finish<1, kSlot>(columns);
+      if constexpr (kFinish) finish<0, kSlot>(columns);
+    };
+    wgmma_wait<int(kTileGroups)>();
+    pin_accumulators(acc[0]);
+    if constexpr (kTileGroups) {
+      finish_first();
+      wgmma_wait<0>();
     }
+    pin_accumulators(acc[1]);
+    if (more) next_window<kNext>();
+    if constexpr (!kTileGroups) finish_first();
+    if constexpr (kFinish) finish<1, kSlot>(columns);
     if (more) Windows::template fragments<false, kNext>();
   }
 

@@ -252,6 +252,8 @@ inline uint32_t wgmma_operand(uint32_t address, uint32_t depth_bytes) {
   return (address & 0x3FFFFu) >> 4 | depth_bytes >> 4 << 16;
 }
 
+inline uint64_t wgmma_descriptor(uint32_t operand) { return uint64_t{8} << 32 | operand; }
+
 inline void wgmma_fence() { emu::per_thread<emu::WgmmaState>().fenced = true; }
 
 inline void wgmma_commit() { emu::per_thread<emu::WgmmaState>().groups.emplace_back(); }
@@ -350,9 +352,13 @@ inline void issue_wgmma(const emu::Wgmma& wgmma) {
 }  // namespace emulation
 
 template <WgmmaType Type, int N, bool Accumulate = true>
+void wgmma(float* d, const uint32_t (&a)[4], uint64_t b) {
+  emulation::issue_wgmma({Type, N, Accumulate, b, 0, d, a, {a[0], a[1], a[2], a[3]}});
+}
+
+template <WgmmaType Type, int N, bool Accumulate = true>
 void wgmma(float* d, const uint32_t (&a)[4], uint32_t b) {
-  emulation::issue_wgmma(
-      {Type, N, Accumulate, uint64_t{8} << 32 | b, 0, d, a, {a[0], a[1], a[2], a[3]}});
+  wgmma<Type, N, Accumulate>(d, a, wgmma_descriptor(b));
 }
 
 template <WgmmaType Type, int N, int kColumnBytes, bool Accumulate = true>

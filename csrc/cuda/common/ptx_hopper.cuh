@@ -207,6 +207,14 @@ __device__ __forceinline__ uint32_t wgmma_operand(uint32_t address, uint32_t dep
   return (address & 0x3FFFFu) >> 4 | depth_bytes >> 4 << 16;
 }
 
+// The whole descriptor, for wgmmas that use few of them: with the high word from memory they stay
+// in uniform registers, where a constant is written anew for each wgmma.
+static __constant__ uint32_t wgmma_operand_high = 8;
+
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t operand) {
+  return uint64_t(wgmma_operand_high) << 32 | operand;
+}
+
 // Before the first wgmma, and whenever other instructions wrote the registers it uses.
 __device__ __forceinline__ void wgmma_fence() {
 #if CONVNORMPOOL_HOPPER
@@ -256,41 +264,43 @@ __device__ __forceinline__ void scale_accumulator(float& d, float factor) {
 #define CONVNORMPOOL_D8(mode, i)                                                              \
   mode(d[i]), mode(d[i + 1]), mode(d[i + 2]), mode(d[i + 3]), mode(d[i + 4]), mode(d[i + 5]), \
       mode(d[i + 6]), mode(d[i + 7])
-#define CONVNORMPOOL_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)
-#define CONVNORMPOOL_WGMMA(shape, types, scale_d, registers, a_operands, b_operand, ...)           \
-  asm volatile("{\n.reg .b64 descriptor;\nmov.b64 descriptor, {" b_operand                         \
-               ", 8};\n"                                                                           \
+#define CONVNORMPOOL_WGMMA(shape, types, scale_d, registers, a_operands, descriptor, b, ...)       \
+  asm volatile("{\n.reg .b64 descriptor;\nmov.b64 descriptor, " descriptor                         \
+               ";\n"                                                                               \
                "wgmma.mma_async.sync.aligned." shape ".f32." types " {" registers "}, " a_operands \
                ", descriptor, " scale_d ", 1, 1, 0;\n}\n"                                          \
                : __VA_ARGS__                                                                       \
-               : CONVNORMPOOL_A)
-#define CONVNORMPOOL_WGMMA_TYPES(n, scale_d, registers, a_operands, b_operand, ...)            \
-  if constexpr (Type == WgmmaType::kF16) {                                                     \
-    CONVNORMPOOL_WGMMA("m64n" n "k16", "f16.f16", scale_d, registers, a_operands, b_operand,   \
-                       __VA_ARGS__);                                                           \
-  } else {                                                                                     \
-    CONVNORMPOOL_WGMMA("m64n" n "k16", "bf16.bf16", scale_d, registers, a_operands, b_operand, \
-                       __VA_ARGS__);                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), b)
+#define CONVNORMPOOL_WGMMA_TYPES(n, scale_d, registers, a_operands, descriptor, b, ...)            \
+  if constexpr (Type == WgmmaType::kF16) {                                                         \
+    CONVNORMPOOL_WGMMA("m64n" n "k16", "f16.f16", scale_d, registers, a_operands, descriptor, b,   \
+                       __VA_ARGS__);                                                               \
+  } else {                                                                                         \
+    CONVNORMPOOL_WGMMA("m64n" n "k16", "bf16.bf16", scale_d, registers, a_operands, descriptor, b, \
+                       __VA_ARGS__);                                                               \
   }
 #define CONVNORMPOOL_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CONVNORMPOOL_R16 CONVNORMPOOL_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CONVNORMPOOL_R24 CONVNORMPOOL_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define CONVNORMPOOL_R32 CONVNORMPOOL_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define CONVNORMPOOL_WGMMA_WIDTHS(mode, scale_d)                                             \
-  if constexpr (N == 16) {                                                                   \
-    CONVNORMPOOL_WGMMA_TYPES("16", scale_d, CONVNORMPOOL_R8, "{%8, %9, %10, %11}", "%12",    \
-                             CONVNORMPOOL_D8(mode, 0));                                      \
-  } else if constexpr (N == 32) {                                                            \
-    CONVNORMPOOL_WGMMA_TYPES("32", scale_d, CONVNORMPOOL_R16, "{%16, %17, %18, %19}", "%20", \
-                             CONVNORMPOOL_D8(mode, 0), CONVNORMPOOL_D8(mode, 8));            \
-  } else if constexpr (N == 48) {                                                            \
-    CONVNORMPOOL_WGMMA_TYPES("48", scale_d, CONVNORMPOOL_R24, "{%24, %25, %26, %27}", "%28", \
-                             CONVNORMPOOL_D8(mode, 0), CONVNORMPOOL_D8(mode, 8),             \
-                             CONVNORMPOOL_D8(mode, 16));                                     \
-  } else {                                                                                   \
-    CONVNORMPOOL_WGMMA_TYPES("64", scale_d, CONVNORMPOOL_R32, "{%32, %33, %34, %35}", "%36", \
-                             CONVNORMPOOL_D8(mode, 0), CONVNORMPOOL_D8(mode, 8),             \
-                             CONVNORMPOOL_D8(mode, 16), CONVNORMPOOL_D8(mode, 24));          \
+// begin and end: what stands around the operand b, whose constraint is `b`, in its descriptor.
+#define CONVNORMPOOL_WGMMA_WIDTHS(mode, scale_d, begin, end, b)                       \
+  if constexpr (N == 16) {                                                            \
+    CONVNORMPOOL_WGMMA_TYPES("16", scale_d, CONVNORMPOOL_R8, "{%8, %9, %10, %11}",    \
+                             begin "%12" end, b, CONVNORMPOOL_D8(mode, 0));           \
+  } else if constexpr (N == 32) {                                                     \
+    CONVNORMPOOL_WGMMA_TYPES("32", scale_d, CONVNORMPOOL_R16, "{%16, %17, %18, %19}", \
+                             begin "%20" end, b, CONVNORMPOOL_D8(mode, 0),            \
+                             CONVNORMPOOL_D8(mode, 8));                               \
+  } else if constexpr (N == 48) {                                                     \
+    CONVNORMPOOL_WGMMA_TYPES("48", scale_d, CONVNORMPOOL_R24, "{%24, %25, %26, %27}", \
+                             begin "%28" end, b, CONVNORMPOOL_D8(mode, 0),            \
+                             CONVNORMPOOL_D8(mode, 8), CONVNORMPOOL_D8(mode, 16));    \
+  } else {                                                                            \
+    CONVNORMPOOL_WGMMA_TYPES("64", scale_d, CONVNORMPOOL_R32, "{%32, %33, %34, %35}", \
+                             begin "%36" end, b, CONVNORMPOOL_D8(mode, 0),            \
+                             CONVNORMPOOL_D8(mode, 8), CONVNORMPOOL_D8(mode, 16),     \
+                             CONVNORMPOOL_D8(mode, 24));                              \
   }
 
 // d += a · B, asynchronously, by four warps: a 64 × 16 in registers, B 16 × N a wgmma_operand, d 64
@@ -302,10 +312,19 @@ __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint32_t
   static_assert(N == 16 || N == 32 || N == 48 || N == 64, "the widths that are used");
 #if CONVNORMPOOL_HOPPER
   if constexpr (Accumulate) {
-    CONVNORMPOOL_WGMMA_WIDTHS("+f", "1");
+    CONVNORMPOOL_WGMMA_WIDTHS("+f", "1", "{", ", 8}", "r"(b));
   } else {
-    CONVNORMPOOL_WGMMA_WIDTHS("=f", "0");
+    CONVNORMPOOL_WGMMA_WIDTHS("=f", "0", "{", ", 8}", "r"(b));
   }
+#endif
+}
+
+// The same, accumulating, with B a whole descriptor.
+template <WgmmaType Type, int N>
+__device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t b) {
+  static_assert(N == 16 || N == 32 || N == 48 || N == 64, "the widths that are used");
+#if CONVNORMPOOL_HOPPER
+  CONVNORMPOOL_WGMMA_WIDTHS("+f", "1", "", "", "l"(b));
 #endif
 }
 
@@ -367,7 +386,6 @@ __device__ __forceinline__ void wgmma_shared(float* d, uint32_t a, uint32_t b) {
 #undef CONVNORMPOOL_R8
 #undef CONVNORMPOOL_WGMMA_TYPES
 #undef CONVNORMPOOL_WGMMA
-#undef CONVNORMPOOL_A
 #undef CONVNORMPOOL_D8
 
 // ---- barriers in shared memory and the tensor copies that complete on them
