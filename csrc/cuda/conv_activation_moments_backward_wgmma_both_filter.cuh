@@ -5,6 +5,7 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/ptx_hopper.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_both_config.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_both_results.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_input_stage.cuh"
 
 namespace convnormpool {
@@ -256,43 +257,10 @@ struct WgmmaBothFilter {
     // Where registers are short no address may wait in them from one call to the next.
     const bool anew = !Config::kInput && Config::kFloat;
     const uint32_t thread = anew ? uint32_t(thread_index_anew()) : threadIdx.x;
-    const uint32_t lane = thread % 32, warp = thread % 128 / 32;
-    const uint32_t kw = lane % 4, kd = warp;
-    float* const filter = p.filter_partial + at * 16 * Config::kTaps + lane / 4 * Config::kTaps +
-                          kd * (Config::kR * Config::kS) + kw;
-    // Two factors: the products' exponent may pass that of any float.
-    const int back = -(gradient_exponent + sums_input_exponent);
-    const int near = min(max(back, -126), 127);
-    const float first = wgmma_power_of_two(near);
-    const float second = wgmma_power_of_two_or_limit(back - near);
-    // By halves, whose loads are under way together.
-#pragma unroll
-    for (int half = 0; half < 2 && kd < kT && kw < Config::kS; ++half) {
-      float before[4 * kC];
-      const auto place = [&](int i) {
-        const int kh = half * 2 + i % 2;
-        return filter + i % 4 / 2 * 8 * Config::kTaps + (i / 4 * kT * Config::kR + kh) * Config::kS;
-      };
-      const auto exists = [&](int i) { return half * 2 + i % 2 < Config::kR; };
-#pragma unroll
-      for (int i = 0; i < 4 * kC; ++i) before[i] = kClear || !exists(i) ? 0.f : *place(i);
-#pragma unroll
-      for (int i = 0; i < 4 * kC; ++i) {
-        const float sum = sums[half * 4 * kC + i] * first * second;
-        if (exists(i)) *place(i) = kClear ? 0.f : before[i] + sum;
-      }
-    }
-    float* const bias = p.bias_partial + (at * 4 + warp) * 16 + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float sum = kClear ? 0.f : bias_sums[i] * wgmma_power_of_two_or_limit(-gradient_exponent);
-#pragma unroll
-      for (int step = 4; step < 32 && !kClear; step *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, step);
-      }
-      float* const to = bias + i / 2 * 8 + i % 2;
-      if (lane < 4) *to = kClear ? 0.f : *to + sum;
-    }
+    wgmma_both_add_filter<Config, kClear>(p.filter_partial + at * 16 * Config::kTaps, sums,
+                                          thread % 128, -(gradient_exponent + sums_input_exponent));
+    wgmma_both_add_bias<kClear>(p.bias_partial + at * 64, bias_sums, thread % 128,
+                                -gradient_exponent);
   }
 };
 

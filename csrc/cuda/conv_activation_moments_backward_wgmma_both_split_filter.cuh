@@ -5,6 +5,7 @@
 
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/ptx_hopper.cuh"
+#include "cuda/conv_activation_moments_backward_wgmma_both_results.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_both_split_config.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_both_split_inputs.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_input_stage.cuh"
@@ -236,50 +237,18 @@ struct WgmmaBothSplitFilter {
   // Or, if kClear, writes zeros.
   template <bool kClear>
   __device__ __forceinline__ void add_results() {
-    const int thread = thread_index_anew(), lane = thread % 32;
-    const int kw = lane % 4, kd = thread % 128 / 32;
-    float* const filter = p.filter_partial + result() * 16 * Config::kTaps +
-                          lane / 4 * Config::kTaps + kd * (Config::kR * Config::kS) + kw;
-    // Two factors: the products' exponent may pass that of any float.
-    const int back = kClear ? 0 : -(*gradient_exponent() + input_exponent);
-    const int near = min(max(back, -126), 127);
-    const float first = wgmma_power_of_two(near);
-    const float second = wgmma_power_of_two_or_limit(back - near);
-    // By halves, whose loads are under way together.
-#pragma unroll
-    for (int half = 0; half < 2 && kd < kT && kw < kS; ++half) {
-      float before[4 * kC];
-      const auto place_of = [&](int i) {
-        const int kh = half * 2 + i % 2;
-        return filter + i % 4 / 2 * 8 * Config::kTaps + (i / 4 * kT * Config::kR + kh) * kS;
-      };
-      const auto exists = [&](int i) { return half * 2 + i % 2 < Config::kR; };
-#pragma unroll
-      for (int i = 0; i < 4 * kC; ++i) before[i] = kClear || !exists(i) ? 0.f : *place_of(i);
-#pragma unroll
-      for (int i = 0; i < 4 * kC; ++i) {
-        const float sum = sums[half * 4 * kC + i] * first * second;
-        if (exists(i)) *place_of(i) = kClear ? 0.f : before[i] + sum;
-      }
-    }
+    const int exponent = kClear ? 0 : -(*gradient_exponent() + input_exponent);
+    wgmma_both_add_filter<Config, kClear>(p.filter_partial + result() * 16 * Config::kTaps, sums,
+                                          thread_index_anew() % 128, exponent);
   }
 
   // The same of the bias, whose dy is scaled by 2^exponent.
   template <bool kClear>
   __device__ __forceinline__ void add_bias_results(int exponent) {
-    const int thread = thread_index_anew(), lane = thread % 32;
-    float* const bias = p.bias_partial + (result() * 4 + thread % 128 / 32) * 16 + lane % 4 * 2;
+    wgmma_both_add_bias<kClear>(p.bias_partial + result() * 64, bias_sums,
+                                thread_index_anew() % 128, -exponent);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float sum = kClear ? 0.f : bias_sums[i] * wgmma_power_of_two_or_limit(-exponent);
-#pragma unroll
-      for (int step = 4; step < 32 && !kClear; step *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, step);
-      }
-      float* const to = bias + i / 2 * 8 + i % 2;
-      if (lane < 4) *to = kClear ? 0.f : *to + sum;
-      bias_sums[i] = 0.f;
-    }
+    for (float& sum : bias_sums) sum = 0.f;
   }
 };
 
