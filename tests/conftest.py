@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from emulation_programs import Results, in_background
 
 from convnormpool import explain
 
@@ -69,13 +70,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("fused_device", [d for d in _devices() if _has_fused(d)])
 
 
+def _waits_for_emulation(item: pytest.Item) -> bool:
+    return "emulated" in getattr(item, "fixturenames", ())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=_waits_for_emulation)  # last, see `begin`
     if "cuda" in _devices():
         return
     without = [item for item in items if item.get_closest_marker("cuda")]
     if without:
         items[:] = [item for item in items if not item.get_closest_marker("cuda")]
         config.hook.pytest_deselected(items=without)
+
+
+@pytest.fixture(scope="session")
+def emulated(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Results]:
+    """What the emulation programs of the session's tests come to."""
+    tests = filter(_waits_for_emulation, request.session.items)
+    programs = [tuple(map(test.callspec.params.get, ("source", "operand"))) for test in tests]
+    with in_background(programs, tmp_path_factory.mktemp("emulation")) as results:
+        yield results
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begin(request: pytest.FixtureRequest) -> None:
+    """The emulation programs take minutes: they begin before the first test, beside all others."""
+    if any(map(_waits_for_emulation, request.session.items)):
+        request.getfixturevalue("emulated")
 
 
 @pytest.fixture(autouse=True)
