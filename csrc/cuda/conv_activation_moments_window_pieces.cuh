@@ -70,16 +70,27 @@ struct WindowPieces {
   CONVNORMPOOL_HOST_DEVICE int64_t samples() const { return N; }
   CONVNORMPOOL_HOST_DEVICE int channels() const { return geometry.K; }
 
-  __device__ __forceinline__ float2 merge(int64_t sample, int k, int lane) const {
-    const int32_t pieces = window_pieces(geometry), begin = lane / kMergeChannels;
-    const float2* at = partial + sample * pieces * geometry.K + k;
-    const double pivot = at->x;
-    at += begin * geometry.K;
-    WindowCursor cursor = window_cursor(geometry, begin);
+  // What a lane merges: its first piece, and where that is; the pivot is the sample's first mean.
+  struct Share {
+    const float2 *pivot, *from;
+    WindowCursor cursor;
+    int32_t begin;
+  };
+  __device__ __forceinline__ Share share(int64_t sample, int k, int lane) const {
+    const int32_t begin = lane / kMergeChannels;
+    const float2* const first = partial + sample * window_pieces(geometry) * geometry.K + k;
+    return {first, first + begin * geometry.K, window_cursor(geometry, begin), begin};
+  }
+
+  __device__ __forceinline__ float2 merge(const Share& of) const {
+    const int32_t pieces = window_pieces(geometry);
+    const double pivot = of.pivot->x;
+    const float2* at = of.from;
+    WindowCursor cursor = of.cursor;
     const WindowCursor distance = window_cursor(geometry, kMergeLanes);
     double count = 0.0, first = 0.0, second = 0.0;
 #pragma unroll 1
-    for (int32_t piece = begin; piece < pieces; piece += kMergeAtOnce * kMergeLanes) {
+    for (int32_t piece = of.begin; piece < pieces; piece += kMergeAtOnce * kMergeLanes) {
       float2 loaded[kMergeAtOnce];
 #pragma unroll
       for (int j = 0; j < kMergeAtOnce; ++j) {
@@ -88,10 +99,10 @@ struct WindowPieces {
       }
 #pragma unroll
       for (int j = 0; j < kMergeAtOnce; ++j) {
-        const WindowPiece of = window_piece(geometry, cursor);
+        const WindowPiece is = window_piece(geometry, cursor);
         cursor.advance(geometry, distance);
         const double n =
-            piece + j * kMergeLanes < pieces ? static_cast<double>(of.planes * of.columns) : 0.0;
+            piece + j * kMergeLanes < pieces ? static_cast<double>(is.planes * is.columns) : 0.0;
         const double d = loaded[j].x - pivot;
         count += n;
         first = fma(n, d, first);

@@ -20,7 +20,9 @@ template <bool kFloat>
 __global__ void __launch_bounds__(kGroupThreads) group_norm_pool_kernel(const NormPool norm) {
   grid_dependency_launch();
   grid_dependency_wait();
-  normalise_group<kFloat>(norm, group_place(norm.p));
+  const GroupPlace place = group_place(norm.p);
+  normalise_group(norm, place, MomentsInMemory<kFloat>(norm.p), place.index * norm.p.group_channels,
+                  first_affine(norm, place));
 }
 
 // grad_mean and grad_m2, a group at a time.
@@ -36,24 +38,27 @@ __global__ void __launch_bounds__(kGroupThreads)
   const int64_t base = place.index * J;
   const int64_t first_channel = place.group * J;
   const int64_t mine = place.active ? J : 0;
-  const GroupStatistics group = group_statistics<kFloat>(p, base, place.lane, place.active);
+  const MomentsInMemory<kFloat> moments(p);
+  const GroupStatistics group = group_statistics(p, moments, base, place.lane, place.active);
   double P = 0, Q = 0;
+#pragma unroll 1
   for (int64_t j = place.lane; j < mine; j += lanes) {
     const double wd = p.weight_of(first_channel + j) * load_element(grad_out, base + j);
     P += wd;
-    Q += wd * (load_statistic<kFloat>(p.mean, base + j) - group.mean);
+    Q += wd * (moments.mean(base + j) - group.mean);
   }
   P = p.by_channels.divide(lanes_sum(P, lanes));
   Q = p.by_channels.divide(lanes_sum(Q, lanes));
   const double r = group.rstd;
   const double r3Q = r * r * r * Q, of_m2 = -r3Q / (2.0 * p.count);
+#pragma unroll 1
   for (int64_t j = place.lane; j < mine; j += lanes) {
     // One channel is its group's mean: nothing flows back. As a product with zero, which fused
     // multiply-adds would miss by a rounding, and which keeps a NaN.
     double to_mean = r * 0.0, to_m2 = r * 0.0;
     if (J > 1) {
       const double wd = p.weight_of(first_channel + j) * load_element(grad_out, base + j);
-      to_mean = r * (wd - P) - r3Q * (load_statistic<kFloat>(p.mean, base + j) - group.mean);
+      to_mean = r * (wd - P) - r3Q * (moments.mean(base + j) - group.mean);
       to_m2 = of_m2;
     }
     store_statistic<kFloat>(grad_mean, base + j, to_mean);
@@ -79,6 +84,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const int lane = thread & (lanes - 1);
   const int height = threads >> p.lanes_log2;
   const int64_t J = p.group_channels;
+  const MomentsInMemory<kFloat> moments(p);
   for (int64_t group = blockIdx.y; group < p.groups; group += gridDim.y) {
     const int64_t in_group = static_cast<int64_t>(blockIdx.x) * lanes + lane;
     const int64_t channel = group * J + in_group;
@@ -87,10 +93,10 @@ __global__ void __launch_bounds__(kSampleThreads)
       const int64_t sample = first + (thread >> p.lanes_log2);
       const bool active = sample < p.samples;
       const int64_t base = sample * p.channels + group * J;
-      const GroupStatistics statistics = group_statistics<kFloat>(p, base, lane, active);
+      const GroupStatistics statistics = group_statistics(p, moments, base, lane, active);
       if (active && in_group < J) {
         const double d = load_element(grad_out, base + in_group);
-        const double mean = load_statistic<kFloat>(p.mean, base + in_group);
+        const double mean = moments.mean(base + in_group);
         weight_sum += d * ((mean - statistics.mean) * statistics.rstd);
         bias_sum += d;
       }

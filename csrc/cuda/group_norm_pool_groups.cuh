@@ -23,7 +23,7 @@ constexpr int kMaxGroupLanesLog2 = 5;
 // Quotients by a number known before the launch, rounded as a division rounds them (Markstein: a
 // quotient by the rounded reciprocal, mended by its exact remainder), in three instructions where a
 // double division takes dozens.
-struct GroupDivisor {
+struct KnownDivisor {
   double divisor, inverse;
 
   __device__ __forceinline__ double divide(double x) const {
@@ -31,6 +31,8 @@ struct GroupDivisor {
     return isfinite(q) ? fma(fma(-q, divisor, x), inverse, q) : q;
   }
 };
+
+inline KnownDivisor known_divisor(double divisor) { return {divisor, 1.0 / divisor}; }
 
 struct GroupNormPool {
   TypedPointer mean, m2;  // (N, channels), statistics type
@@ -41,7 +43,7 @@ struct GroupNormPool {
   // What group_norm_pool_derive makes of the others.
   int lanes_log2 = 0;
   int64_t group_channels = 0;
-  GroupDivisor by_channels{}, by_count{};  // of a group, and of its positions in all channels
+  KnownDivisor by_channels{}, by_count{};  // of a group, and of its positions in all channels
   __device__ __forceinline__ double weight_of(int64_t channel) const {
     return weight.data == nullptr ? 1.0 : load_element(weight, channel);
   }
@@ -51,25 +53,36 @@ inline void group_norm_pool_derive(GroupNormPool& p) {
   p.group_channels = p.channels / p.groups;
   p.lanes_log2 = ceil_log2(p.group_channels, kMaxGroupLanesLog2);
   const double channels = static_cast<double>(p.group_channels), all = p.count * channels;
-  p.by_channels = {channels, 1.0 / channels};
-  p.by_count = {all, 1.0 / all};
+  p.by_channels = known_divisor(channels);
+  p.by_count = known_divisor(all);
 }
 
 struct GroupStatistics {
   double mean, rstd;
 };
 
-// An element of mean, m2 or their gradients: kFloat where they are known to be float32, else of the
-// type they say.
+// Where mean and m2 (N, channels) are: kFloat where they are known to be float32, else of the type
+// they say.
 template <bool kFloat>
-__device__ __forceinline__ double load_statistic(const TypedPointer& p, int64_t index) {
-  if constexpr (kFloat) {
-    return static_cast<double>(static_cast<const float*>(p.data)[index]);
-  } else {
-    return load_element(p, index);
-  }
-}
+struct MomentsInMemory {
+  const TypedPointer &means, &m2s;
 
+  explicit __device__ __forceinline__ MomentsInMemory(const GroupNormPool& p)
+      : means(p.mean), m2s(p.m2) {}
+
+  __device__ __forceinline__ double mean(int64_t index) const { return load(means, index); }
+  __device__ __forceinline__ double m2(int64_t index) const { return load(m2s, index); }
+
+  static __device__ __forceinline__ double load(const TypedPointer& from, int64_t index) {
+    if constexpr (kFloat) {
+      return static_cast<double>(static_cast<const float*>(from.data)[index]);
+    } else {
+      return load_element(from, index);
+    }
+  }
+};
+
+// Likewise their gradients.
 template <bool kFloat>
 __device__ __forceinline__ void store_statistic(const TypedPointer& p, int64_t index, double x) {
   if constexpr (kFloat) {
@@ -79,23 +92,27 @@ __device__ __forceinline__ void store_statistic(const TypedPointer& p, int64_t i
   }
 }
 
-// Of the group whose first channel is element `base` of mean and m2, in each of its lanes. Every
-// lane of the warp calls this; one that is not `active` reads nothing.
-template <bool kFloat>
-__device__ __forceinline__ GroupStatistics group_statistics(const GroupNormPool& p, int64_t base,
+// Of the group whose first channel is element `base` of what `moments` finds, in each of its lanes.
+// Every lane of the warp calls this; one that is not `active` reads nothing. No loop here or below
+// is unrolled: mostly a lane has one channel, and to fetch code takes longer than to run it.
+template <class Source>
+__device__ __forceinline__ GroupStatistics group_statistics(const GroupNormPool& p,
+                                                            const Source& moments, int64_t base,
                                                             int lane, bool active) {
   const int lanes = 1 << p.lanes_log2;
   const int64_t J = active ? p.group_channels : 0;
   double sum = 0, inner = 0;
+#pragma unroll 1
   for (int64_t j = lane; j < J; j += lanes) {
-    sum += load_statistic<kFloat>(p.mean, base + j);
-    inner += load_statistic<kFloat>(p.m2, base + j);
+    sum += moments.mean(base + j);
+    inner += moments.m2(base + j);
   }
   // A quotient, not a product with 1/J: equal means have exactly their value as mean.
   const double mean = p.by_channels.divide(lanes_sum(sum, lanes));
   double outer = 0;
+#pragma unroll 1
   for (int64_t j = lane; j < J; j += lanes) {
-    const double d = load_statistic<kFloat>(p.mean, base + j) - mean;
+    const double d = moments.mean(base + j) - mean;
     outer = fma(d, d, outer);
   }
   const double variance =
@@ -127,24 +144,44 @@ struct NormPool {
   TypedPointer group_mean, group_rstd;  // (N, groups), or null: not wanted
 };
 
-// Every lane of the warp calls this. kFloat as in load_statistic.
-template <bool kFloat>
-__device__ __forceinline__ void normalise_group(const NormPool& norm, const GroupPlace& place) {
+// What one channel is multiplied by and shifted by.
+struct Affine {
+  double weight, bias;
+};
+
+__device__ __forceinline__ Affine affine_of(const NormPool& norm, int64_t channel) {
+  return {norm.p.weight_of(channel),
+          norm.bias.data == nullptr ? 0.0 : load_element(norm.bias, channel)};
+}
+
+// That of a lane's first channel, or none: loaded before the group's statistics are formed it is
+// there by then.
+__device__ __forceinline__ Affine first_affine(const NormPool& norm, const GroupPlace& place) {
+  const int64_t J = norm.p.group_channels;
+  const bool exists = place.active && place.lane < J;
+  return exists ? affine_of(norm, place.group * J + place.lane) : Affine{};
+}
+
+// Every lane of the warp calls this. The group's first channel is element `base` of what `moments`
+// finds. known: `affine` is that of the lane's first channel.
+template <class Source>
+__device__ __forceinline__ void normalise_group(const NormPool& norm, const GroupPlace& place,
+                                                const Source& moments, int64_t base, Affine affine,
+                                                bool known = true) {
   const GroupNormPool& p = norm.p;
   const int64_t J = p.group_channels;
-  const int64_t base = place.index * J;
-  const GroupStatistics group = group_statistics<kFloat>(p, base, place.lane, place.active);
+  const GroupStatistics group = group_statistics(p, moments, base, place.lane, place.active);
   if (!place.active) return;
   if (place.lane == 0 && norm.group_mean.data != nullptr) {
     store_element(norm.group_mean, place.index, group.mean);
     store_element(norm.group_rstd, place.index, group.rstd);
   }
-  const int64_t first_channel = place.group * J;
+#pragma unroll 1
   for (int64_t j = place.lane; j < J; j += int64_t{1} << p.lanes_log2) {
-    const int64_t channel = first_channel + j;
-    const double normalised = (load_statistic<kFloat>(p.mean, base + j) - group.mean) * group.rstd;
-    const double shift = norm.bias.data == nullptr ? 0.0 : load_element(norm.bias, channel);
-    store_element(norm.out, base + j, fma(p.weight_of(channel), normalised, shift));
+    if (!known) affine = affine_of(norm, place.group * J + j);
+    known = false;
+    const double normalised = (moments.mean(base + j) - group.mean) * group.rstd;
+    store_element(norm.out, place.index * J + j, fma(affine.weight, normalised, affine.bias));
   }
 }
 

@@ -167,7 +167,7 @@ void test_divisor() {
   std::normal_distribution<double> normal;
   for (int64_t J = 1; J <= 2048; ++J) {
     const double divisor = double(J) * (J % 2 == 0 ? 50 : 1);
-    const GroupDivisor by{divisor, 1.0 / divisor};
+    const KnownDivisor by{divisor, 1.0 / divisor};
     for (int i = 0; i < 50; ++i) {
       const double x = std::ldexp(normal(generator), int(generator() % 80) - 40);
       const double equal = double(float(normal(generator)));
