@@ -15,7 +15,7 @@ from .roofline import Ceilings, count
 from .timing import L2Flush, Time, graphed, peak_extra_bytes, time_cpu, time_cuda
 
 # Above this a call's launches no longer matter, and no CUDA graph of it is timed.
-GRAPH_MS = 2.0
+GRAPH_MS = 3.0
 
 COLUMNS = (
     "implementation",
