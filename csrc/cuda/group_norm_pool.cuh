@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kGroupThreads)
   Q = p.by_channels.divide(lanes_sum(Q, lanes));
   const double r = group.rstd;
   const double r3Q = r * r * r * Q, of_m2 = -r3Q / (2.0 * p.count);
-#pragma unroll 1
+  // Not kept from being unrolled: ptxas would spill.
   for (int64_t j = place.lane; j < mine; j += lanes) {
     // One channel is its group's mean: nothing flows back. As a product with zero, which fused
     // multiply-adds would miss by a rounding, and which keeps a NaN.
