@@ -11,6 +11,7 @@
 #include "cuda/common/ptx_hopper.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_config.cuh"
 #include "cuda/conv_activation_moments_backward_wgmma_stage.cuh"
+#include "cuda/conv_activation_moments_wgmma_round.cuh"
 
 namespace convnormpool {
 
@@ -39,19 +40,7 @@ struct WgmmaFilterWindows {
     const bool tap = Config::kR == 4 || lane() % 4 < Config::kR;
     uint32_t at = address + ring.offset() + uint32_t(ci * Config::kChannelBytes);
     if (!tap) at = shared() + uint32_t(Config::kZeroOffset);
-    if constexpr (Config::kFloat) {
-      uint32_t low[4], high[4];
-      load_shared(low, at);
-      load_shared(high, at + 16);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) window[i] = low[i], window[i + 4] = high[i];
-    } else {
-      uint32_t low[2], high[2];
-      load_shared(low, at);
-      load_shared(high, at + 8);
-      window[0] = low[0], window[1] = low[1];
-      window[2] = high[0], window[3] = high[1];
-    }
+    wgmma_load_window<Config>(window, at);
   }
 
   // The fragments of a channel from four words that hold x[0 .. 7]: tile t has the pairs that begin
@@ -137,12 +126,7 @@ struct WgmmaFilterWindows {
     const int next = unfit ? min(min(139 - field, 126), exponent + 24) : exponent;
     const int change = next - exponent;
     if (__any_sync(~0u, unfit)) {
-      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
-#pragma unroll
-      for (int i = 0; i < 8 * kT; ++i) {
-        scale_accumulator(acc[0][i], factor);
-        scale_accumulator(acc[1][i], factor);
-      }
+      wgmma_follow_scale(acc, change);
       exponent = next;
     }
     round_window();

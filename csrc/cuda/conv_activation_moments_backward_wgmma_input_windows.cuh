@@ -65,21 +65,7 @@ struct WgmmaInputWindows {
       constexpr int kChannelBytes = Config::kPitch * (4 + Config::kR - 1);
       uint32_t at = from + uint32_t(ci * kChannelBytes);
       if (!tap) at = shared_address(dynamic_shared_memory() + Config::kZeroOffset);
-      if constexpr (Config::kFloat) {
-        uint32_t low_words[4], high_words[4];
-        load_shared(low_words, at);
-        load_shared(high_words, at + 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          window[ci][i] = low_words[i], window[ci][i + 4] = high_words[i];
-        }
-      } else {
-        uint32_t low_words[2], high_words[2];
-        load_shared(low_words, at);
-        load_shared(high_words, at + 8);
-        window[ci][0] = low_words[0], window[ci][1] = low_words[1];
-        window[ci][2] = high_words[0], window[ci][3] = high_words[1];
-      }
+      wgmma_load_window<Config>(window[ci], at);
     }
   }
 
@@ -138,12 +124,7 @@ struct WgmmaInputWindows {
     if (__any_sync(~0u, unfit)) {
       const int next = unfit ? min(min(139 - field, 127), exponent + 24) : exponent;
       const int change = next - exponent;
-      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
-#pragma unroll
-      for (int i = 0; i < 8 * kT; ++i) {
-        scale_accumulator(acc[0][i], factor);
-        scale_accumulator(acc[1][i], factor);
-      }
+      wgmma_follow_scale(acc, change);
       set_exponent(next);
     }
     round_window();
@@ -151,13 +132,8 @@ struct WgmmaInputWindows {
   }
 
   __device__ __forceinline__ void set_exponent(int e) {
-    const int* exponents =
-        reinterpret_cast<const int*>(dynamic_shared_memory() + Config::kExponentOffset);
     exponent = e;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      unscale[i] = wgmma_power_of_two_or_limit(-(e + exponents[channel(i, lane())]));
-    }
+    wgmma_unscale<Config>(unscale, e, lane());
   }
 
   // The fragments of the plane in `window`; kFirst: of a quad. Returns what scale_window does.

@@ -1,14 +1,58 @@
-// float32 windows as the Hopper kernels of the outputs hold them, for each channel the eight floats
-// x[0 .. 7] of which seven count: rounded to halves, and the largest of them.
+// What the windows of all Hopper kernels have in common: a lane holds of each channel x[0 .. 7], of
+// which seven count. Their loads, the rounding of float32 ones to halves, and their scale.
 #pragma once
 
 #include <cuda_fp16.h>
 
 #include <cstring>
 
+#include "cuda/common/ptx_hopper.cuh"
 #include "cuda/conv_activation_moments_wgmma_stage.cuh"
 
 namespace convnormpool {
+
+// x[0 .. 7] of a channel from shared memory, aligned to half their size.
+template <class Config>
+__device__ __forceinline__ void wgmma_load_window(uint32_t (&window)[Config::kWindowWords],
+                                                  uint32_t at) {
+  if constexpr (Config::kFloat) {
+    uint32_t low[4], high[4];
+    load_shared(low, at);
+    load_shared(high, at + 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) window[i] = low[i], window[i + 4] = high[i];
+  } else {
+    uint32_t low[2], high[2];
+    load_shared(low, at);
+    load_shared(high, at + 8);
+    window[0] = low[0], window[1] = low[1];
+    window[2] = high[0], window[3] = high[1];
+  }
+}
+
+// The accumulators of both tiles follow a scale that goes up by 2^change.
+template <int kCount>
+__device__ __forceinline__ void wgmma_follow_scale(float (&acc)[2][kCount], int change) {
+  const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    scale_accumulator(acc[0][i], factor);
+    scale_accumulator(acc[1][i], factor);
+  }
+}
+
+// What the outputs of a lane's channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of sixteen are multiplied by
+// where x is scaled by 2^exponent: t = lane % 4.
+template <class Config>
+__device__ __forceinline__ void wgmma_unscale(float (&unscale)[4], int exponent, int lane) {
+  const int* const exponents =
+      reinterpret_cast<const int*>(dynamic_shared_memory() + Config::kExponentOffset);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    unscale[i] =
+        wgmma_power_of_two_or_limit(-(exponent + exponents[i / 2 * 8 + lane % 4 * 2 + i % 2]));
+  }
+}
 
 // The floats, scaled by 2^exponent, become four words of halves and, when split, four more of low
 // halves. Returns the largest magnitude as the bits of a half.

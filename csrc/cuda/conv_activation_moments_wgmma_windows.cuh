@@ -36,19 +36,7 @@ struct WgmmaWindows {
     for (int ci = 0; ci < kC; ++ci) {
       uint32_t at = address + uint32_t(kStage * ring.p.stage_bytes) + uint32_t(ci) * channel_bytes;
       if (!tap) at = shared_address(dynamic_shared_memory() + Config::kZeroOffset);
-      if constexpr (Config::kFloat) {
-        uint32_t low[4], high[4];
-        load_shared(low, at);
-        load_shared(high, at + 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) window[ci][i] = low[i], window[ci][i + 4] = high[i];
-      } else {
-        uint32_t low[2], high[2];
-        load_shared(low, at);
-        load_shared(high, at + 8);
-        window[ci][0] = low[0], window[ci][1] = low[1];
-        window[ci][2] = high[0], window[ci][3] = high[1];
-      }
+      wgmma_load_window<Config>(window[ci], at);
     }
   }
 
@@ -122,26 +110,15 @@ struct WgmmaWindows {
     const int next = unfit ? min(min(139 - field, 127), exponent + 24) : exponent;
     const int change = next - exponent;
     if (__any_sync(~0u, unfit)) {
-      const float factor = change < -126 ? 0.f : wgmma_power_of_two(change);
-#pragma unroll
-      for (int i = 0; i < 8 * kT; ++i) {
-        scale_accumulator(acc[0][i], factor);
-        scale_accumulator(acc[1][i], factor);
-      }
+      wgmma_follow_scale(acc, change);
       set_exponent(next);
     }
     round_window();
   }
 
   __device__ __forceinline__ void set_exponent(int e) {
-    const int* exponents =
-        reinterpret_cast<const int*>(dynamic_shared_memory() + Config::kExponentOffset);
     exponent = e;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      unscale[i] =
-          wgmma_power_of_two_or_limit(-(e + exponents[i / 2 * 8 + lane() % 4 * 2 + i % 2]));
-    }
+    wgmma_unscale<Config>(unscale, e, lane());
   }
 
   // The fragments of the plane in `window`; kFirst: of an item.
