@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -320,6 +321,23 @@ def test_precision_decides_nothing_on_cpu() -> None:
         ieee = ops.conv_act_moments(x, w, b, *arguments, "ieee", path)
         tf32 = ops.conv_act_moments(x, w, b, *arguments, "tf32", path)
         assert all(torch.equal(a, b) for a, b in zip(ieee, tf32, strict=True))
+
+
+def test_long_sums_on_cpu() -> None:
+    """A sum of thousands of products is as inexact as its chains of 128 and the chain of those.
+
+    The i-th addition of n is off by at most eps / 2 / sqrt(3) of what it adds up to, which is the
+    root of i / n of the sum, both in the root of the mean square: n of them by eps sqrt(n / 24).
+    """
+    x, w = torch.randn(64, 32, 5, 5, 5), torch.randn(16, 32, 5, 5, 5)
+    # The mean over the only position is the output itself.
+    arguments = ((1, 1, 1), (0, 0, 0), (1, 1, 1), 1, "identity", "ieee", "fused")
+    found, _ = ops.conv_act_moments(x, w, None, *arguments)
+    rows, filters = x.double().flatten(1), w.double().flatten(1)
+    size = (rows.square() @ filters.square().T).mean().sqrt()
+    error = (found - rows @ filters.T).square().mean().sqrt() / size
+    chains = -(-rows.shape[1] // 128)
+    assert error <= torch.finfo(torch.float32).eps * math.sqrt((128 + chains) / 24)
 
 
 @pytest.mark.parametrize("name", ["slabs", "chunks"])

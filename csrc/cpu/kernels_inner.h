@@ -88,8 +88,14 @@ inline __attribute__((always_inline)) double sum_lanes(Vec<T> v) {
 
 // ---- convolution over a linear range
 
+// Products that are added one after the other: the rounding errors of a longer chain grow with the
+// root of its length, so that the parts of a longer sum are formed on their own and added up.
+constexpr int64_t kChain = 128;
+
+// The part of taps [begin, end), added to what stands in out unless it is the first.
 template <typename T, int kTile, int kVectors>
-inline __attribute__((always_inline)) void conv_tile(const ConvRange<T>& a, int64_t first) {
+inline __attribute__((always_inline)) void conv_chain(const ConvRange<T>& a, int64_t first,
+                                                      int64_t begin, int64_t end) {
   constexpr int kW = kWidth<T>;
   T* out = a.out + first * kW;
   Vec<T> acc[kTile][kVectors];
@@ -99,11 +105,10 @@ inline __attribute__((always_inline)) void conv_tile(const ConvRange<T>& a, int6
     for (int v = 0; v < kVectors; ++v) acc[k][v] = Vec<T>{};
   }
   const T* x = a.x + first * kW;
-  const T* w = a.weights;
-  const int64_t* offset = a.offsets;
+  const T* w = a.weights + begin * kTile;
 #pragma GCC unroll 1
-  for (int64_t tap = 0; tap < a.taps; ++tap) {
-    const T* window = x + offset[tap];
+  for (int64_t tap = begin; tap < end; ++tap) {
+    const T* window = x + a.offsets[tap];
     Vec<T> xv[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) xv[v] = load<T>(window + v * kW);
@@ -115,17 +120,28 @@ inline __attribute__((always_inline)) void conv_tile(const ConvRange<T>& a, int6
     }
     w += kTile;
   }
+  const bool accumulate = a.accumulate || begin > 0;
 #pragma GCC unroll 8
   for (int k = 0; k < kTile; ++k) {
     T* row = out + k * a.out_stride;
-    const Vec<T> bias = (a.bias ? a.bias[k] : T(0)) - Vec<T>{};
+    const Vec<T> bias = (a.bias && begin == 0 ? a.bias[k] : T(0)) - Vec<T>{};
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       Vec<T> y = acc[k][v] + bias;
-      if (a.accumulate) y += load<T>(row + v * kW);
+      if (accumulate) y += load<T>(row + v * kW);
       store<T>(row + v * kW, y);
     }
   }
+}
+
+template <typename T, int kTile, int kVectors>
+inline __attribute__((always_inline)) void conv_tile(const ConvRange<T>& a, int64_t first) {
+  int64_t begin = 0;
+  do {  // once without taps, too
+    const int64_t end = a.taps - begin < kChain ? a.taps : begin + kChain;
+    conv_chain<T, kTile, kVectors>(a, first, begin, end);
+    begin = end;
+  } while (begin < a.taps);
 }
 
 // One tile of `vectors` vectors, at most kVectors.
