@@ -158,7 +158,9 @@ def _terms(case: Case, tensors: Sequence[Tensor | None], grad_out: Tensor) -> Te
     rstd = (
         h.unflatten(1, (case.num_groups, -1)).var(dim=(2, 3, 4, 5), unbiased=False) + case.eps
     ).rsqrt()
-    size = (mean * _per_channel(case, rstd)).square()
+    # A channel's mean is itself a sum, of its positions, which may cancel nearly all of it.
+    size = mean.square() + h.square().mean(dim=(2, 3, 4)) / h[0, 0].numel()
+    size = size * _per_channel(case, rstd).square()
     scaled = size if gamma is None else size * gamma.square()
     dy = _dy_terms(case, y, h, rstd, grad_out.double() * (1 if gamma is None else gamma))
     squared = run_convolution_grads(case, x.square(), w.square(), dy.square())
