@@ -92,10 +92,8 @@ inline __attribute__((always_inline)) double sum_lanes(Vec<T> v) {
 // root of its length, so that the parts of a longer sum are formed on their own and added up.
 constexpr int64_t kChain = 128;
 
-// The part of taps [begin, end), added to what stands in out unless it is the first.
 template <typename T, int kTile, int kVectors>
-inline __attribute__((always_inline)) void conv_chain(const ConvRange<T>& a, int64_t first,
-                                                      int64_t begin, int64_t end) {
+inline __attribute__((always_inline)) void conv_tile(const ConvRange<T>& a, int64_t first) {
   constexpr int kW = kWidth<T>;
   T* out = a.out + first * kW;
   Vec<T> acc[kTile][kVectors];
@@ -105,10 +103,11 @@ inline __attribute__((always_inline)) void conv_chain(const ConvRange<T>& a, int
     for (int v = 0; v < kVectors; ++v) acc[k][v] = Vec<T>{};
   }
   const T* x = a.x + first * kW;
-  const T* w = a.weights + begin * kTile;
+  const T* w = a.weights;
+  const int64_t* offset = a.offsets;
 #pragma GCC unroll 1
-  for (int64_t tap = begin; tap < end; ++tap) {
-    const T* window = x + a.offsets[tap];
+  for (int64_t tap = 0; tap < a.taps; ++tap) {
+    const T* window = x + offset[tap];
     Vec<T> xv[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) xv[v] = load<T>(window + v * kW);
@@ -120,28 +119,17 @@ inline __attribute__((always_inline)) void conv_chain(const ConvRange<T>& a, int
     }
     w += kTile;
   }
-  const bool accumulate = a.accumulate || begin > 0;
 #pragma GCC unroll 8
   for (int k = 0; k < kTile; ++k) {
     T* row = out + k * a.out_stride;
-    const Vec<T> bias = (a.bias && begin == 0 ? a.bias[k] : T(0)) - Vec<T>{};
+    const Vec<T> bias = (a.bias ? a.bias[k] : T(0)) - Vec<T>{};
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       Vec<T> y = acc[k][v] + bias;
-      if (accumulate) y += load<T>(row + v * kW);
+      if (a.accumulate) y += load<T>(row + v * kW);
       store<T>(row + v * kW, y);
     }
   }
-}
-
-template <typename T, int kTile, int kVectors>
-inline __attribute__((always_inline)) void conv_tile(const ConvRange<T>& a, int64_t first) {
-  int64_t begin = 0;
-  do {  // once without taps, too
-    const int64_t end = a.taps - begin < kChain ? a.taps : begin + kChain;
-    conv_chain<T, kTile, kVectors>(a, first, begin, end);
-    begin = end;
-  } while (begin < a.taps);
 }
 
 // One tile of `vectors` vectors, at most kVectors.
@@ -160,7 +148,18 @@ void conv_range(const ConvRange<T>& a) {
   const int64_t tiles = (a.vectors + kVectors - 1) / kVectors;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t first = a.vectors * i / tiles;
-    conv_tile_of<T, kTile, kVectors>(a, first, a.vectors * (i + 1) / tiles - first);
+    const int64_t vectors = a.vectors * (i + 1) / tiles - first;
+    ConvRange<T> chain = a;
+    int64_t left = a.taps;
+    do {  // once without taps, too
+      chain.taps = left < kChain ? left : kChain;
+      conv_tile_of<T, kTile, kVectors>(chain, first, vectors);
+      left -= chain.taps;
+      chain.offsets += chain.taps;
+      chain.weights += chain.taps * kTile;
+      chain.bias = nullptr;
+      chain.accumulate = true;
+    } while (left > 0);
   }
 }
 
