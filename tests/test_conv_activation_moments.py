@@ -340,6 +340,35 @@ def test_long_sums_on_cpu() -> None:
     assert error <= torch.finfo(torch.float32).eps * math.sqrt((128 + chains) / 24)
 
 
+def test_large_planes_on_cpu() -> None:
+    """The moments over a plane are as inexact as their chains of 128 and the rounding at the end.
+
+    A chain of n squares adds up evenly, so that its i-th addition is off by at most eps / 2 /
+    sqrt(3) of i / n of the sum, in the root of the mean square: all of them by eps sqrt(n) / 6.
+    """
+    x, w = torch.randn(1, 1, 1, 2048, 2048), torch.ones(1, 1, 1, 1, 1)
+    arguments = ((1, 1, 1), (0, 0, 0), (1, 1, 1), 1, "identity", "ieee", "fused")
+    mean, m2 = ops.conv_act_moments(x, w, None, *arguments)
+    right, variance = x.double().mean(), x.double().var(unbiased=False)
+    bound = torch.finfo(torch.float32).eps * (math.sqrt(128) / 6 + 0.5)
+    assert (mean - right).abs().item() <= bound * variance.sqrt()
+    assert (m2 - variance * x.numel()).abs().item() <= bound * variance * x.numel()
+
+
+def test_bias_gradient_of_large_planes_on_cpu() -> None:
+    """Here terms of both signs are added, as products are: twice that bound, 32 sums being few."""
+    x, w = torch.randn(1, 1, 1, 512, 512), torch.randn(32, 1, 1, 1, 1)
+    zeros, halves = torch.zeros(1, 32), torch.full((1, 32), 0.5)
+    arguments = ((1, 1, 1), (0, 0, 0), (1, 1, 1), 1, "identity", "ieee", "fused")
+    # dy is 2 grad_m2 (y - mean), with these y itself.
+    *_, found = ops.conv_act_moments_backward(
+        zeros, halves, x, w, torch.zeros(32), zeros, zeros, *arguments, (False, False, True)
+    )
+    y = (w * x).double().flatten(1)
+    error = ((found - y.sum(1)) / y.square().sum(1).sqrt()).square().mean().sqrt()
+    assert error <= 2 * torch.finfo(torch.float32).eps * math.sqrt((128 + 2) / 24)
+
+
 @pytest.mark.parametrize("name", ["slabs", "chunks"])
 def test_cut_cases_are_cut(name: str) -> None:
     """The cases that are named for it do cut samples and batches on CPU."""

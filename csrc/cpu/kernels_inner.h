@@ -86,11 +86,11 @@ inline __attribute__((always_inline)) double sum_lanes(Vec<T> v) {
   return static_cast<double>(v[0]);
 }
 
-// ---- convolution over a linear range
-
-// Products that are added one after the other: the rounding errors of a longer chain grow with the
+// Terms that are added one after the other: the rounding errors of a longer chain grow with the
 // root of its length, so that the parts of a longer sum are formed on their own and added up.
 constexpr int64_t kChain = 128;
+
+// ---- convolution over a linear range
 
 template <typename T, int kTile, int kVectors>
 inline __attribute__((always_inline)) void conv_tile(const ConvRange<T>& a, int64_t first) {
@@ -230,32 +230,36 @@ inline __attribute__((always_inline)) Sums<T> shifted_sums(const T* values, cons
   constexpr int kUnroll = 4;
   const Vec<T> pivots = pivot - Vec<T>{};
   const Vec<T> centres = centre - Vec<T>{};
-  Vec<T> first[kUnroll];
-  Vec<T> second[kUnroll];
-  for (int u = 0; u < kUnroll; ++u) first[u] = second[u] = Vec<T>{};
+  Sums<T> sums{0, 0};
   int64_t i = 0;
-  for (; i + kUnroll * kW <= n; i += kUnroll * kW) {
+  while (i < n) {
+    const int64_t end = n - i < kChain * kUnroll * kW ? n : i + kChain * kUnroll * kW;
+    Vec<T> first[kUnroll];
+    Vec<T> second[kUnroll];
+    for (int u = 0; u < kUnroll; ++u) first[u] = second[u] = Vec<T>{};
+    for (; i + kUnroll * kW <= end; i += kUnroll * kW) {
 #pragma GCC unroll 4
-    for (int u = 0; u < kUnroll; ++u) {
-      Vec<T> d = (load<T>(values + i + u * kW) - pivots) - centres;
-      if (kMasked) d = keep<T>(d, mask + i + u * kW);
-      first[u] += d;
-      second[u] += d * d;
+      for (int u = 0; u < kUnroll; ++u) {
+        Vec<T> d = (load<T>(values + i + u * kW) - pivots) - centres;
+        if (kMasked) d = keep<T>(d, mask + i + u * kW);
+        first[u] += d;
+        second[u] += d * d;
+      }
     }
-  }
-  for (; i + kW <= n; i += kW) {
-    Vec<T> d = (load<T>(values + i) - pivots) - centres;
-    if (kMasked) d = keep<T>(d, mask + i);
-    first[0] += d;
-    second[0] += d * d;
-  }
-  Sums<T> sums{sum_lanes<T>((first[0] + first[1]) + (first[2] + first[3])),
-               sum_lanes<T>((second[0] + second[1]) + (second[2] + second[3]))};
-  for (; i < n; ++i) {
-    if (kMasked && !mask[i]) continue;
-    const T d = (values[i] - pivot) - centre;
-    sums.first += static_cast<double>(d);
-    sums.second += static_cast<double>(d) * static_cast<double>(d);
+    for (; i + kW <= end; i += kW) {
+      Vec<T> d = (load<T>(values + i) - pivots) - centres;
+      if (kMasked) d = keep<T>(d, mask + i);
+      first[0] += d;
+      second[0] += d * d;
+    }
+    sums.first += sum_lanes<T>((first[0] + first[1]) + (first[2] + first[3]));
+    sums.second += sum_lanes<T>((second[0] + second[1]) + (second[2] + second[3]));
+    for (; i < end; ++i) {
+      if (kMasked && !mask[i]) continue;
+      const T d = (values[i] - pivot) - centre;
+      sums.first += static_cast<double>(d);
+      sums.second += static_cast<double>(d) * static_cast<double>(d);
+    }
   }
   return sums;
 }
@@ -298,18 +302,22 @@ double slope(Activation kind, const T* y, T* dy, int64_t n, const Slope<T>& s,
       dy[i] = (base + factor * (a.value(y[i]) - mean)) * a.derivative(y[i]);
     }
   });
-  Vec<T> part{};
+  double sum = 0;
   int64_t i = 0;
-  if (mask) {
-    for (; i + kW <= n; i += kW) {
-      const Vec<T> d = keep<T>(load<T>(dy + i), mask + i);
-      store<T>(dy + i, d);
-      part += d;
+  while (i + kW <= n) {
+    const int64_t end = n - i < kChain * kW ? n : i + kChain * kW;
+    Vec<T> part{};
+    if (mask) {
+      for (; i + kW <= end; i += kW) {
+        const Vec<T> d = keep<T>(load<T>(dy + i), mask + i);
+        store<T>(dy + i, d);
+        part += d;
+      }
+    } else {
+      for (; i + kW <= end; i += kW) part += load<T>(dy + i);
     }
-  } else {
-    for (; i + kW <= n; i += kW) part += load<T>(dy + i);
+    sum += sum_lanes<T>(part);
   }
-  double sum = sum_lanes<T>(part);
   for (; i < n; ++i) {
     if (mask && !mask[i]) dy[i] = T(0);
     sum += static_cast<double>(dy[i]);
