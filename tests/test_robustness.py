@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from helpers import HALVES, Case, assert_accurate, assert_same_bits, doubled, ours
+from helpers import (
+    HALVES,
+    Case,
+    assert_accurate,
+    assert_same_bits,
+    doubled,
+    ours,
+    run_convolution_grads,
+    variant,
+)
 from torch import Tensor
 
 from convnormpool import conv_norm_pool, reference
@@ -91,6 +101,34 @@ def test_hostile_parameters(which: int, poison: float, device: str, path: str) -
     assert torch.equal(out.isfinite(), right.isfinite())
     kept = right.isfinite()
     assert torch.allclose(out.double()[kept], right[kept], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stride": (1, 1, 3)},
+        {"stride": (1, 4, 1)},
+        {"stride": (3, 1, 1)},
+        {"dilation": (1, 1, 5)},
+        {"kernel": (1, 1, 1), "stride": (2, 2, 2)},
+    ],
+    ids=str,
+)
+def test_unread_positions(changes: dict[str, Any], poison: float, device: str, path: str) -> None:
+    """What no output depends on comes into no result."""
+    case = Case("unread", (2, 3, 7, 7, 7), 8, (2, 2, 2), 2)
+    case = variant(case, **changes)
+    x, *parameters = case.tensors(torch.float32, device)
+    w = parameters[0]
+    assert x is not None and w is not None
+    ones = torch.ones_like(x), torch.ones_like(w)
+    taps = torch.nn.functional.conv3d(*ones, None, **case.convolution)
+    reads, _ = run_convolution_grads(case, *ones, torch.ones_like(taps))
+    assert (reads == 0).any()
+    grad_out = case.grad_out(torch.float32, device)
+    found = ours(case, [x.masked_fill(reads == 0, poison), *parameters], grad_out, path=path)
+    assert_accurate(case, found, [x.masked_fill(reads == 0, 0.0), *parameters], grad_out)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -218,6 +218,7 @@ class Backward {
           gradient.x_plane = g_.problem.stride[0] * g_.plane_size;
           gradient.offsets = offsets_.data();
           gradient.taps = g_.taps;
+          gradient.mask = mask_.data() + v * width;
           gradient.planes = planes;
           gradient.vectors = std::min(piece, g_.vectors - v);
           gradient.sum = dw + k0 * g_.taps;

@@ -54,7 +54,8 @@ struct ConvRange {
 
 // sum[k * sum_stride + tap] += sum over planes and i of
 //   dy[k * dy_stride + plane * dy_plane + i] * x[offsets[tap] + plane * x_plane + i]
-// for the channels of the tile and all taps.
+// for the channels of the tile and all taps, i over the positions that mask, one entry for each,
+// counts. dy must be zero at the others.
 template <typename T>
 struct WeightGradient {
   const T* dy;
@@ -64,6 +65,7 @@ struct WeightGradient {
   int64_t x_plane;
   const int64_t* offsets;
   int64_t taps;
+  const Mask<T>* mask;
   int64_t planes;
   int64_t vectors;
   double* sum;
