@@ -58,6 +58,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "num_groups 32 of 16": ({"num_groups": 32}, "num_groups"),
     "eps negative": ({"eps": -1e-5}, "eps"),
     "eps NaN": ({"eps": float("nan")}, "eps"),
+    "eps beyond float64": ({"eps": 10**400}, "eps.*float64"),
     "activation unknown": ({"activation": "hardswoosh"}, "activation.*hardswish"),
     "fp32_precision unknown": ({"fp32_precision": "bf16"}, "fp32_precision.*ieee"),
     "path unknown": ({"path": "fast"}, "path.*two_stage"),
@@ -227,6 +228,22 @@ def test_wrong_types(name: str, value: object) -> None:
     arguments: dict[str, Any] = {"num_groups": 2, name: value}
     with pytest.raises(TypeError, match=name):
         conv_norm_pool(torch.randn(X), torch.randn(W), **arguments)
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), np.array(["relu", "elu"]), None], ids=str)
+def test_activation_that_is_no_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"activation must be one of hardswish, .*; got (a|N)"):
+        conv_norm_pool(torch.randn(X), torch.randn(W), num_groups=2, activation=value)
+
+
+@pytest.mark.parametrize("eps", [1, True, np.float32(1e-3), np.float64(1e-3)], ids=repr)
+def test_numbers_as_eps(eps: Any) -> None:
+    """What PyTorch's normalisation takes as eps."""
+    x, w = torch.randn(X), torch.randn(W)
+    found = conv_norm_pool(x, w, num_groups=2, eps=eps)
+    assert torch.equal(found, conv_norm_pool(x, w, num_groups=2, eps=float(eps)))
+    layer = ConvNormPool3d(4, 16, 3, eps=eps)
+    assert torch.isfinite(layer(x)).all()
 
 
 @pytest.mark.parametrize("name", ["stride", "dilation", "padding"])

@@ -7,6 +7,7 @@ torch.compile and torch.export the same checks run on fakes.
 from __future__ import annotations
 
 import functools
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -96,9 +97,10 @@ def remembered(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 def choice(name: str, value: object, allowed: Iterable[str]) -> None:
     """``value`` must be one of ``allowed``."""
-    if value not in tuple(allowed):
+    if not isinstance(value, str) or value not in tuple(allowed):
+        shown = "a tensor" if isinstance(value, Tensor | Facts) else repr(value)
         module = " (a name, not a module)" if isinstance(value, torch.nn.Module) else ""
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}{module}; got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}{module}; got {shown}")
 
 
 def _dtype(name: str, tensor: Described) -> None:
@@ -332,12 +334,17 @@ def group_norm_arguments(
         choice("dtype", dtype, DTYPE_NAMES.values())
 
 
-def epsilon(eps: float) -> None:
-    """``eps`` must be a number of at least zero."""
-    if not isinstance(eps, int | float):
+def epsilon(eps: Any) -> float:
+    """``eps`` as a float, NumPy's numbers too; a number of at least zero that float64 holds."""
+    if not isinstance(eps, numbers.Real):
         raise TypeError(f"eps must be a number; got {eps!r}")
-    if not eps >= 0:
+    try:
+        value = float(eps)
+    except OverflowError:
+        raise ValueError("eps must be a number that float64 holds; got a larger one") from None
+    if not value >= 0:
         raise ValueError(f"eps must be at least 0; got {eps}")
+    return value
 
 
 def padding(value: Any, stride: Sequence[int]) -> str | tuple[int, ...]:

@@ -88,6 +88,8 @@ def conv_norm_pool(
     batched = input.dim() == axes + 2
     if not batched:
         input = input.unsqueeze(0)
+    if type(eps) is not float:
+        eps = _checks.epsilon(eps)
     given = (input, weight, bias, norm_weight, norm_bias)
     autocast = autocast_enabled(input.device.type)
     if not torch.compiler.is_compiling() and torch._C._is_tracing():

@@ -92,7 +92,7 @@ class _ConvNormPool(nn.Module):
         dilations = _checks.per_axis("dilation", dilation, 1, axes)
         _checks.module_arguments(in_channels, out_channels, groups)
         _checks.num_groups(num_groups, out_channels, "output channels (it is 4 unless given)")
-        _checks.epsilon(eps)
+        eps = _checks.epsilon(eps)
         _checks.choice("padding_mode", padding_mode, get_args(PaddingMode))
         _checks.choice("activation", activation, reference.ACTIVATIONS)
         _checks.choice("fp32_precision", fp32_precision, _checks.PRECISIONS)
