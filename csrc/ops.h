@@ -13,7 +13,9 @@
 //     pieces or channels are float64 or by Chan's rule, always in one fixed order.
 //   - Deterministic and batch-invariant: a sample's results depend on that sample (and the
 //     parameters) alone, not on N, its place in the batch, the number of threads, the alignment of
-//     pointers, the stream or the launch. Sums over samples run in the order of the samples.
+//     pointers, the stream or the launch. Sums over samples and channels are in one fixed order: on
+//     the CPU theirs, on CUDA that of strided parts which a fixed tree joins. Those over samples
+//     depend on N; on CUDA, in the gradients of w and b, on the device's number of SMs, too.
 //   - No atomics on floating-point values, no global state, no synchronisation.
 //   - Empty tensors are legal: nothing is launched where there is nothing to write; sums over an
 //     empty batch are zero.
@@ -45,7 +47,7 @@
 //     var        = (sum m2 + count * sum (mean - group_mean)^2) / (count * channels per group)
 //     group_rstd = 1 / sqrt(var + eps)
 //     out        = weight * (mean - group_mean) * group_rstd + bias
-//   All in float64, channels in order. A variance that is not finite (m2 overflowed, or NaN or
+//   All in float64. A variance that is not finite (m2 overflowed, or NaN or
 //   Inf came in) makes group_rstd and out NaN for that group: never a wrong finite value.
 //
 // _group_norm_pool_backward_out(Tensor grad_out, Tensor mean, Tensor m2, Tensor? weight, int count,
@@ -57,8 +59,8 @@
 //   mu), J channels per group:
 //     grad_m2   = -r^3 * Q / (2 * count * J)               one value per group, written per channel
 //     grad_mean = weight * d * r - r * P / J - r^3 * Q * (mean - mu) / J
-//     grad_weight[k] = sum over n, in order, of d * (mean - mu) * r        (K,)
-//     grad_bias[k]   = sum over n, in order, of d                          (K,)
+//     grad_weight[k] = sum over n of d * (mean - mu) * r                  (K,)
+//     grad_bias[k]   = sum over n of d                                    (K,)
 //   grad_mean, grad_m2 statistics type, given together or not at all; grad_weight, grad_bias any of
 //   the four dtypes, rounded once from float64.
 //   With one channel per group grad_mean and grad_m2 are exactly zero.

@@ -11,7 +11,7 @@ namespace convnormpool {
 namespace {
 
 // Two-dimensional library convolutions are several times faster than three-dimensional ones where
-// channels are few (their weight gradient without tf32 up to 70 times): up to this many channels
+// channels are few (their weight gradient without tf32 up to 50 times): up to this many channels
 // after unfolding. Measured in benchmarks/NOTES.md.
 constexpr int64_t kMaxUnfoldedChannels = 128;
 constexpr int64_t kUnfoldedMultiple = 4;
@@ -22,7 +22,7 @@ constexpr int64_t kCudaChunkBytes = int64_t{92} << 20;
 // reduced.
 constexpr int64_t kCpuPieceBytes = int64_t{1} << 20;
 // Up to this many input channels per group, and for pointwise filters of any, the direct CPU kernel
-// is at least as fast as the library's blocked one; measured in benchmarks/NOTES.md.
+// is faster than the library's blocked one but for some gradients; measured in benchmarks/NOTES.md.
 constexpr int64_t kCpuFusedMaxChannels = 32;
 
 std::string fused_refusal(const Problem& p, const Device& device) {
@@ -92,7 +92,7 @@ Decision plan(const Problem& p, const Device& device, std::optional<Path> reques
   reason(Path::kFused) = refusal;
   reason(Path::kEager) = "it keeps the convolution's output in memory and is slower";
   if (refusal.empty()) {
-    reason(Path::kTwoStage) = "the fused kernel takes this problem and is faster";
+    reason(Path::kTwoStage) = "the fused kernel takes this problem";
   }
   if (requested) {
     for (std::string& sentence : d.reason) {

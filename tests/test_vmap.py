@@ -7,7 +7,7 @@ import torch
 from helpers import Case
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jvp, vjp, vmap
 
 from convnormpool import ConvNormPool3d, conv_norm_pool, ops, reference
 
@@ -92,6 +92,17 @@ def test_jvp_is_refused(device: str, any_path: str) -> None:
     elif any_path != "eager":
         with pytest.raises(RuntimeError, match=r"jvp|forward"):
             jvp(lambda *t: layer(any_path, *t), given, tangents)
+
+
+def test_jacfwd(device: str, any_path: str) -> None:
+    """Through the eager path the Jacobian that jacrev finds; the others refuse it."""
+    x, *rest = tensors(device)
+    if any_path != "eager":
+        with pytest.raises(RuntimeError, match=r"jvp|forward"):
+            jacfwd(lambda x: layer(any_path, x, *rest))(x)
+    elif device == "cpu":
+        found, wanted = (j(lambda x: layer("eager", x, *rest))(x) for j in (jacfwd, jacrev))
+        assert torch.allclose(found, wanted, **NEAR)
 
 
 def test_jacobian(device: str, path: str) -> None:

@@ -1,6 +1,7 @@
 // The fused backward for small filters, stride 1 and few input channels, by mma.sync: the gradients
 // of x, w and the bias of moments(a(conv3d(x, w, b))) from those of the moments; neither the
-// convolution's output nor its gradient is ever in memory. Compute capability 8.0 and later.
+// convolution's output nor its gradient is ever in memory. Instructions of compute capability 8.0,
+// shared memory of 9.0 and 10.0.
 //
 // A block sweeps strips of rows through the depth (conv_activation_moments_backward_map.h). In each
 // tick every row warp stages its row's input of the next plane, and adds the present one to the T

@@ -11,10 +11,9 @@
 //   M: warp q of a warpgroup owns one output row and 32 columns of it, as two tiles of 16 rows;
 //      rows g of tile t stand for columns 4 block(g) + kTileColumns t, rows g + 8 for those
 //      kHalfColumns on.
-//   A: lane (g, c) holds the window x[.., h + c, 4 block(g) ..+ 7]: c = kh. In tf32 step j of a
-//      channel covers kw = j (k slot c) and kw = j + 2 (k slot c + 4), so that its four registers
-//      are x[2 t + j .. 2 t + j + 3]. In 16 bits one step covers kw = 0..3 and the registers are
-//      the pairs that begin at 2 t .. 2 t + 3.
+//   A: lane (g, c) holds the window x[.., h + c, 4 block(g) ..+ 7]: c = kh. One step of a
+//      channel covers kw = 0..3: register i is the pair of neighbouring columns that begins at
+//      kTileColumns t + kHalfColumns (i % 2) + 2 (i / 2).
 //   B: shared memory, blocks of 16 columns in the order kd = 0, T - 1, .., 1, 0, T - 1, .., 1: for
 //      plane p, slot j needs kd = (p - j) mod T, so the operand begins at block (-p) mod T.
 // A warpgroup works on 4 rows at a time (an item): of one sample, or where P is no multiple of 4
@@ -23,9 +22,9 @@
 // 16. Tiles of columns begin where their boxes begin at a multiple of 16 bytes, so the first may
 // begin before the outputs do.
 //
-// float32 ("split"): the windows of each block of four columns are scaled by a power of two, plane
-// by plane, and split into two float16 halves; where a plane needs another scale the accumulators
-// follow.
+// float32: the windows of each block of four columns are scaled by a power of two, plane by plane,
+// and rounded to float16 ("tf32") or split into two float16 halves ("split"); where a plane needs
+// another scale the accumulators follow.
 //
 // Launch: after wgmma_deal(params, blocks), with blocks at most params.items,
 // conv_activation_moments_wgmma with grid (blocks, channel tiles of 16), block

@@ -13,9 +13,9 @@
 #include "problem.h"
 
 namespace convnormpool {
-// float32 is scaled by powers of two, w per channel, x per output row and plane, and rounded to
-// float16's 11 bits, as many as tf32 has (kTf32), or to the sum of two of them, with three products
-// (kSplit).
+// float32 is scaled by powers of two, w per channel, x per plane and block of four columns of an
+// output row, and rounded to float16's 11 bits, as many as tf32 has (kTf32), or to the sum of two
+// of them, with three products (kSplit).
 enum class WgmmaOperand { kTf32, kFloat16, kBFloat16, kSplit };
 
 // Weights of 16 channels as floats, an odd number of words a channel: no bank conflicts.

@@ -246,7 +246,7 @@ def _needs_autograd(tensors: Sequence[Tensor | None]) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    # Forward derivatives are refused by the function in words; here they would be lost.
+    # autograd.Function, which has no jvp, refuses forward derivatives; here they would be lost.
     return (
         torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )
