@@ -137,7 +137,8 @@ void weight_gradient_tile(const WeightGradient<T>& a) {
       double* sum = a.sum + k * a.sum_stride + tap0;
       for (int64_t j = 0; j < count; ++j) {
         const double found = static_cast<double>(sums[k * kTaps + j]);
-        sum[j] += __builtin_isfinite(found) ? found : counted_products(a, k, tap0 + j);
+        const bool as_found = __builtin_isfinite(found) || __builtin_isnan(sum[j]);
+        sum[j] += as_found ? found : counted_products(a, k, tap0 + j);
       }
     }
   }
