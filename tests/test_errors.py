@@ -252,12 +252,21 @@ def test_beyond_32_bits(name: str) -> None:
         conv_norm_pool(torch.randn(X), torch.randn(W), num_groups=2, **{name: 2**31})
 
 
-def test_stride_beyond_the_input(device: str) -> None:
-    """One output along each axis, at once."""
+@pytest.mark.parametrize("stride", [7, 2**20, 2**31 - 1])
+def test_stride_beyond_the_input(stride: int, device: str) -> None:
+    """One output along each axis, at once, and the gradients that come of it."""
     x, w = torch.randn(X, device=device), torch.randn(W, device=device)
-    found = conv_norm_pool(x, w, num_groups=2, stride=2**31 - 1)
-    corner = conv_norm_pool(x[:, :, :3, :3, :3], w, num_groups=2)
-    assert torch.allclose(found, corner, rtol=1e-4, atol=1e-5)
+    results = []
+    for given, given_stride in ((x, stride), (x[:, :, :3, :3, :3], 1)):
+        leaves = given.clone().requires_grad_(), w.clone().requires_grad_()
+        out = conv_norm_pool(*leaves, num_groups=2, stride=given_stride)
+        out.square().sum().backward()
+        dx, dw = (leaf.grad for leaf in leaves)
+        assert dx is not None and dw is not None
+        results.append((out, dx[:, :, :3, :3, :3], dw))
+        assert dx.count_nonzero() == results[-1][1].count_nonzero()
+    for found, corner in zip(*results, strict=True):
+        assert torch.allclose(found, corner, rtol=1e-4, atol=1e-5)
 
 
 def test_explain_checks_its_arguments() -> None:

@@ -118,6 +118,24 @@ def output_extents(
     )
 
 
+def least_strides(
+    input: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[int, ...]:
+    """Strides of the same convolution, none longer than the way of the filter over the input.
+
+    Where there is one output a stride says nothing, but oneDNN's gradients crash with long ones
+    (seen with PyTorch 2.14.1).
+    """
+    return tuple(
+        min(s, extent + 2 * p - d * (k - 1))
+        for extent, k, s, p, d in zip(input, kernel, stride, padding, dilation, strict=True)
+    )
+
+
 def _get_precision(backend: str, operator: str) -> str:
     return str(torch._C._get_fp32_precision_getter(backend, operator))
 
@@ -233,6 +251,7 @@ def input_grad(
     their best kernels; otherwise a transposed one.
     """
     kernel = w.shape[2:]
+    stride = least_strides(size, kernel, stride, padding, dilation)
     full = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True)]
     if groups == 1 and all(s == 1 for s in stride) and all(p >= 0 for p in full):
         flipped = w.flip(list(range(2, w.dim()))).transpose(0, 1).contiguous()
@@ -261,6 +280,7 @@ def weight_grad(
         # of the first axis together with a stride (seen with PyTorch 2.14.1).
         x = F.pad(x, [0, 0] * (len(stride) - 1) + [padding[0]] * 2)
         padding = (0, *padding[1:])
+    stride = least_strides(x.shape[2:], size[2:], stride, padding, dilation)
     # Only the sizes and dtype of the weight are looked at.
     w = x.new_empty(1).expand(size)
     grads = torch.ops.aten.convolution_backward(
