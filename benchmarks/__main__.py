@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -41,15 +41,52 @@ DTYPES = {
 PATHS = ("auto", "fused", "two_stage", "eager")
 
 
+def at_least(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
+    """What argparse takes as a number of at least ``least``."""
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(least - 1)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return value
+
+    return number
+
+
+def device(text: str) -> torch.device:
+    """What argparse takes as a device that this PyTorch can run on."""
+    try:
+        found = torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(str(error).partition("\n")[0]) from None
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count()}
+    if (found.index or 0) >= counts.get(found.type, 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device that there is here")
+    return found
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add = parser.add_argument
     add("--list", action="store_true", help="print the cases and stop")
     add("--cases", nargs="+", metavar="NAME", help="see --list; 'all', 'filters': groups")
-    add("--batch", nargs="+", type=int, help="these batch sizes instead of the case's own")
-    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add(
+        "--batch",
+        nargs="+",
+        type=at_least(int, 1),
+        help="these batch sizes instead of the case's own",
+    )
+    add("--device", type=device, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--dtype", nargs="+", choices=DTYPES, default=["float32"])
-    add("--precision", nargs="+", choices=("ieee", "tf32"), help="of float32 (default: both)")
+    add(
+        "--precision",
+        nargs="+",
+        choices=("ieee", "tf32"),
+        help="of float32 (default: both, on CPU ieee)",
+    )
     add("--path", nargs="+", choices=PATHS, help="ours (default: fused and two_stage; auto on CPU)")
     add("--pass", nargs="+", choices=PASSES, dest="passes", help="(default: all)")
     add(
@@ -58,15 +95,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=(*PEER_KINDS, "none"),
         help="(default: all; no autotune on CPU)",
     )
-    add("--repeats", type=int, help="calls per median (default: 20, on CPU at most 9)")
-    add("--seconds", type=float, default=6.0, help="on CPU, the most one table's calls may take")
-    add("--compile-seconds", type=float, help="the most all compilations may take (60, GPU 600)")
+    add("--repeats", type=at_least(int, 1), help="calls per median (default: 20, on CPU at most 9)")
+    seconds = at_least(float, 0)
+    add("--seconds", type=seconds, default=6.0, help="on CPU, the most one table's calls may take")
+    add("--compile-seconds", type=seconds, help="the most all compilations may take (60, GPU 600)")
     add("--seed", type=int, default=1, help="(default: 1, whose ref_b128 has nothing on a knee)")
     add("--quick", action="store_true", help="an eighth of the batch, few repeats, eager peers")
     add("--markdown", action="store_true", help="markdown tables with machine and versions per row")
     add("--json", type=Path, metavar="FILE", help="write everything measured to a file as well")
     add("--commit", help="what to record as the commit (default: ask git)")
     options = parser.parse_args(arguments)
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        parser.error(f"--json: there is no folder for {options.json}")
     unknown = set(options.cases or ()) - {*CASES, *SPECIAL, *GROUPS}
     if unknown:
         parser.error(f"no case named {', '.join(sorted(unknown))}; --list prints them")

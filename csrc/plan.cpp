@@ -90,7 +90,7 @@ Decision plan(const Problem& p, const Device& device, std::optional<Path> reques
   d.path = requested.value_or(refusal.empty() ? Path::kFused : Path::kTwoStage);
   d.backward_path = d.path;
   reason(Path::kFused) = refusal;
-  reason(Path::kEager) = "it keeps the convolution's output in memory and is slower";
+  reason(Path::kEager) = "it keeps the convolution's output in memory";
   if (refusal.empty()) {
     reason(Path::kTwoStage) = "the fused kernel takes this problem";
   }

@@ -117,6 +117,27 @@ def test_unknown_cases_and_misplaced_ones_are_refused(capsys: pytest.CaptureFixt
     assert set(CASES) <= set(re.findall(r"^\w+", capsys.readouterr().out, re.MULTILINE))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--batch", "0"],
+        ["--repeats", "-3"],
+        ["--seconds", "nan"],
+        ["--compile-seconds", "-1"],
+        ["--device", "foo"],
+        ["--device", "meta"],
+        ["--device", "cuda:99"],
+        ["--json", "no/such/folder.json"],
+    ],
+    ids=" ".join,
+)
+def test_nonsense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is measured, and in words that name the option."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and arguments[0] in capsys.readouterr().err
+
+
 def test_what_cannot_run_is_said_in_words() -> None:
     inputs = cases.make_inputs(TINY, torch.float32, CPU, seed=5)
     oracle = cases.make_oracle(TINY, inputs, gradients=False)

@@ -207,6 +207,25 @@ class parametrized_class:
         self.module.__class__ = self.kind
 
 
+class Siamese(Spelled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - super().forward(x * 2)
+
+
+@pytest.mark.parametrize("answers", [(True, False), (False, True)])
+def test_one_convolution_called_twice(answers: tuple[bool, bool]) -> None:
+    """It is one place, of which the filter is asked once."""
+    model, left = Siamese(mean).double(), list(answers)
+    x = sample("cpu")
+    wanted = model(x)
+    report = fuse_(model, filter=lambda name, module: left.pop(0))
+    assert len(left) == 1
+    assert [p.name for p in report.fused] == ["conv"] * answers[0]
+    assert [p.reason for p in report.refused] == ["the filter left it out"] * (not answers[0])
+    assert torch.allclose(model(x), wanted)
+    assert unfuse_(model) == answers[0]
+
+
 def test_twice_and_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused places stay as they are; the filter is asked about the others, by qualified name."""
     model = nn.ModuleDict({"a": chain(nn.ReLU(), None), "b": chain(nn.ELU(), None)})

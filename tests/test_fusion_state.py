@@ -209,3 +209,11 @@ def test_ties_that_are_cut(name: str) -> None:
     for m in (model, original):
         setattr(m, name, new)
     torch.testing.assert_close(model(x), original(x))
+
+
+def test_setting_in_a_list() -> None:
+    """What a list says later is seen."""
+    model = chain(nn.ReLU(), None, pool=False).append(nn.AdaptiveAvgPool3d([1, 1, 1])).double()
+    assert len(fuse_(model).fused) == 1
+    model[-1].output_size[0] = 2
+    assert model(sample("cpu")).shape[2:] == (2, 1, 1)

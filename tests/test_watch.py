@@ -181,6 +181,16 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda self, x: self.pooled(x * 3 if torch.are_deterministic_algorithms_enabled() else x),
         "are_deterministic_algorithms_enabled()",
     ),
+    "compiling": (
+        lambda self, x: self.pooled(x) * (2 if torch.compiler.is_compiling() else 1),
+        "is_compiling()",
+    ),
+    "tracing": (
+        lambda self, x: self.pooled(x) * (2 if torch.jit.is_tracing() else 1), "is_tracing()",
+    ),
+    "autocast's dtype": (
+        lambda self, x: self.pooled(x).to(torch.get_autocast_dtype("cpu")), "get_autocast_dtype()",
+    ),
     "class of settings": (
         lambda self, x: self.pooled(x) * self.options.scale, "self.options, a type",
     ),

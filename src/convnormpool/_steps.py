@@ -172,6 +172,8 @@ def _known(
 ) -> Step:
     label = type(module).__name__.removeprefix("Parametrized")
     methods = ("forward", "_conv_forward") if kind == "convolution" else ("forward",)
+    # A list may change in place.
+    settings = tuple((n, list(v) if isinstance(v, list) else v) for n, v in settings)
     kept = Kept(base, settings, methods)
     problem = more.pop("problem", "") or kept.problem(module)
     if problem and not problem.startswith(label):

@@ -51,9 +51,18 @@ _PERHAPS_NONE = frozenset(("_base", "grad", "grad_fn", "name"))
 # What depends on settings of the process that a call does not look at again.
 _OF_SETTINGS: tuple[Any, ...] = (
     torch.are_deterministic_algorithms_enabled,
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch.get_autocast_cpu_dtype,
+    torch.get_autocast_dtype,
+    torch.get_autocast_gpu_dtype,
+    torch.get_default_device,
     torch.get_default_dtype,
+    torch.get_num_threads,
     torch.is_anomaly_enabled,
     torch.is_inference_mode_enabled,
+    torch.jit.is_tracing,  # type: ignore[attr-defined]
+    torch._C._is_tracing,
 )
 _SETTINGS = frozenset(f.__name__ for f in _OF_SETTINGS)
 _SETTINGS_CODE = {f.__code__: f.__name__ for f in _OF_SETTINGS if hasattr(f, "__code__")}

@@ -223,23 +223,24 @@ class _Fuser:
         old: Fusion | None = root.__dict__.get("_convnormpool_fusion")
         if old is not None and not any(variant.holds(root) for variant in old.variants):
             old = None  # of what the module was once
-        precisions = {p.convolution: p.fp32_precision for p in old.places} if old else {}
+        before = {p.convolution: p.fp32_precision for p in old.places} if old else {}
+        precisions = dict(before)
         if root not in self.graphs:
             if self.reasons[root] and _looks_alike(root, modules.values()):
                 self.refused[RefusedPlace(prefix or shown, self.reasons[root])] = None
             return None
         scopes: set[str] = set()
         fused: list[FusedPlace] = []
-        for chain, within, problem in self._candidates(prefix, root, modules, precisions):
+        for chain, within, problem in self._candidates(prefix, root, modules, before):
             key = chain.steps[0].module
             name = f"{prefix}.{key}".lstrip(".")
             if problem:
                 self.refused[RefusedPlace(name, problem)] = None
                 continue
             scopes.update(within)
-            if key in precisions:
+            if key in before:
                 self.refused[RefusedPlace(name, "it is fused already")] = None
-            else:
+            elif key not in precisions:  # a convolution that is called twice is one place
                 precisions[key] = self.fp32_precision
                 fused.append(FusedPlace(name, f"{chain} in the forward of {shown}"))
         if not fused:
@@ -261,6 +262,7 @@ class _Fuser:
         self, prefix: str, root: nn.Module, modules: dict[str, nn.Module], already: Container[str]
     ) -> Iterator[tuple[Chain, list[str], str]]:
         """Chains in a module's own forward, the submodules they pass through, and what is wrong."""
+        chosen: dict[str, bool] = {}  # by the filter, which is asked once for a convolution
         for chain in chains(self.graphs[root], modules):
             called_in = [node.meta["scopes"] for node in chain.nodes]
             if all(called_in) and len({path[0] for path in called_in}) == 1:
@@ -275,8 +277,10 @@ class _Fuser:
                     )
             key = chain.steps[0].module
             if not problem and key not in already and self.filter is not None:
-                chosen = self.filter(f"{prefix}.{key}".lstrip("."), modules[key])
-                problem = "" if chosen else "the filter left it out"
+                if key not in chosen:
+                    name = f"{prefix}.{key}".lstrip(".")
+                    chosen[key] = bool(self.filter(name, modules[key]))
+                problem = "" if chosen[key] else "the filter left it out"
             yield chain, within, problem
 
     def _variant(
@@ -291,7 +295,10 @@ class _Fuser:
             other = Tracer(lambda m: m not in inlined, gradients=modes[0], autocast=modes[1])
             again, _ = other.graph_of(root)
             if again.python_code("self").src != graph.python_code("self").src:
-                raise NotTraceable("its forward depends on whether gradients or autocast are on")
+                raise NotTraceable(
+                    "its forward is not the same in every trace: it depends on whether gradients "
+                    "or autocast are on, or it draws numbers"
+                )
         kept: dict[str, Kept] = {}
         found = [c for c in chains(graph, modules) if c.steps[0].module in precisions]
         found = [chain for chain in found if not chain.problem]
