@@ -119,21 +119,15 @@ def output_extents(
 
 
 def least_strides(
-    input: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    input: Sequence[int], kernel: Sequence[int], stride: Sequence[int], *more: Sequence[int]
 ) -> tuple[int, ...]:
-    """Strides of the same convolution, none longer than the way of the filter over the input.
+    """Strides of the same convolution, none beyond the filter's last place in the input.
 
     Where there is one output a stride says nothing, but oneDNN's gradients crash with long ones
-    (seen with PyTorch 2.14.1).
+    (seen with PyTorch 2.14.1). Arguments as ``output_extents`` takes them.
     """
-    return tuple(
-        min(s, extent + 2 * p - d * (k - 1))
-        for extent, k, s, p, d in zip(input, kernel, stride, padding, dilation, strict=True)
-    )
+    places = output_extents(input, kernel, (1,) * len(stride), *more)
+    return tuple(map(min, stride, places))
 
 
 def _get_precision(backend: str, operator: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch.fx.proxy import Attribute
+from torch.jit._trace import is_tracing
 
 from ._rewritten import unpack
 from ._steps import is_shape
@@ -61,7 +62,7 @@ _OF_SETTINGS: tuple[Any, ...] = (
     torch.get_num_threads,
     torch.is_anomaly_enabled,
     torch.is_inference_mode_enabled,
-    torch.jit.is_tracing,  # type: ignore[attr-defined]
+    is_tracing,
     torch._C._is_tracing,
 )
 _SETTINGS = frozenset(f.__name__ for f in _OF_SETTINGS)
